@@ -1,0 +1,135 @@
+"""Runs train_distributed.py as real processes, without paying for `import torch` each time.
+
+A fork server imports torch and the trainer once; every rank is then a process of its own, forked from
+it, with its own environment, standard streams and process group over gloo. Nothing of the trainer is
+replaced. Tests of the command line itself (`python train_distributed.py`, torchrun) start from scratch.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+SHARED_MNIST = REPO.parent / "shared" / "data"
+LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)|RANK$|WORLD_SIZE$")
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["train_distributed"])
+
+
+@dataclass
+class Result:
+    """How a launch ended: exit codes by rank, what each rank printed, and the run directory."""
+
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+    directory: Path
+
+    def checkpoint(self, name: str) -> dict:
+        return torch.load(self.directory / f"{name}.pt", weights_only=True)
+
+    def records(self, kind: str) -> list[dict]:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+    def samples(self) -> dict[int, dict[int, list[int]]]:
+        """{step: {micro-batch: sample ids}}, from all ranks; a step trained twice must agree."""
+        steps: dict[int, dict[int, list[int]]] = {}
+        for path in sorted(self.directory.glob("logs/samples_rank*.jsonl")):
+            for line in path.read_text().splitlines():
+                step, micro, ids = json.loads(line)
+                assert steps.setdefault(step, {}).setdefault(micro, ids) == ids
+        return steps
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _rank(argv: list[str], env: dict[str, str], log: str, before: str | None) -> None:
+    for number, name in ((1, f"{log}.out"), (2, f"{log}.err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    for name in list(os.environ):
+        if LAUNCH_VARIABLES.search(name):
+            del os.environ[name]
+    os.environ.update(env)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    torch.set_num_threads(1)
+    import train_distributed
+
+    if before:
+        exec(before)  # only for what cannot be had here, such as a download server's address
+    sys.exit(train_distributed.main(argv))
+
+
+def launch(
+    directory: Path,
+    ranks: int,
+    *options: str,
+    env: dict[str, str] | None = None,
+    rank_env=lambda rank: {},
+    before: str | None = None,
+    timeout: float = 120,
+    during=None,
+) -> Result:
+    """Train with so many ranks, as torchrun would start them. `during(processes)` may interfere."""
+    port = free_port()
+    logs = tempfile.mkdtemp(prefix="launch-")
+    processes = []
+    for rank in range(ranks):
+        variables = {"OMP_NUM_THREADS": "1"}
+        if ranks > 1:
+            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            variables |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+            variables |= {"MASTER_PORT": str(port)}
+        variables |= env or {}
+        variables |= rank_env(rank)
+        argv = [f"--checkpoint-dir={directory}", *map(str, options)]
+        process = context.Process(target=_rank, args=(argv, variables, f"{logs}/{rank}", before))
+        process.start()
+        processes.append(process)
+    if during:
+        during(processes)
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    out = [Path(f"{logs}/{rank}.out").read_text() for rank in range(ranks)]
+    err = [Path(f"{logs}/{rank}.err").read_text() for rank in range(ranks)]
+    shutil.rmtree(logs)
+    assert not late, f"ranks {late} still ran after {timeout} s\n" + "\n".join(out + err)
+    return Result([process.exitcode for process in processes], out, err, directory)
+
+
+def train(directory: Path, ranks: int, *options: str, **more) -> Result:
+    """launch() for a training that should succeed."""
+    result = launch(directory, ranks, *options, **more)
+    assert result.codes == [0] * ranks, "\n".join(result.out + result.err)
+    return result
+
+
+def assert_same_state(a: dict, b: dict) -> None:
+    """Weights, optimizer and position of two checkpoints are the same, bit for bit."""
+    assert a["progress"]["global_step"] == b["progress"]["global_step"]
+    for name, tensor in a["model"].items():
+        assert torch.equal(tensor, b["model"][name]), f"{name} differs"
+    for index, values in a["optimizer"]["state"].items():
+        for name, value in values.items():
+            other = b["optimizer"]["state"][index][name]
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), f"{name} differs"

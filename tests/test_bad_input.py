@@ -1,0 +1,210 @@
+"""Mistakes: one sentence that names them and the remedy, exit code 2, nothing written over."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import write_mnist
+from harness import REPO, launch, train
+
+
+def refuse(directory, *options, ranks=1, **more) -> str:
+    """The one sentence that a launch ends with."""
+    result = launch(directory, ranks, *options, **more)
+    assert result.codes == [2] * ranks, "\n".join(result.out + result.err)
+    lines = [line for err in result.err for line in err.splitlines() if "WARNING" not in line]
+    assert len(lines) == 1, f"not one sentence: {lines}"
+    assert lines[0].startswith("train_distributed.py: error: ")
+    return lines[0].removeprefix("train_distributed.py: error: ")
+
+
+def config(tmp_path, text: str) -> str:
+    (tmp_path / "my config.yaml").write_text(text)
+    return f"--config={tmp_path / 'my config.yaml'}"
+
+
+def test_unknown_option_is_named_with_the_nearest(tmp_path):
+    assert "unknown option --epoch, did you mean --epochs?" in refuse(tmp_path / "r", "--epoch=3")
+
+
+@pytest.mark.parametrize("option", ["--epochs=three", "--epochs=0", "--dropout=1.5", "--amp=int4"])
+def test_value_of_the_wrong_type_is_named(tmp_path, option):
+    name, value = option.split("=")
+    message = refuse(tmp_path / "r", option)
+    assert name in message and value in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("epoch: 3", "my config.yaml: unknown option --epoch, did you mean --epochs?"),
+        ("epochs: three", "--epochs: invalid positive_int value: 'three'"),
+        ("augment: maybe", "augment: 'maybe' is neither true nor false"),
+        ("training: {epochs: 3}", "should hold lines like `epochs: 5`"),
+        ("- epochs", "should hold lines like `epochs: 5`"),
+        ("epochs: [3", "my config.yaml: while parsing"),
+        ("help: true", "help"),
+    ],
+)
+def test_mistake_in_a_config_file_names_file_and_key(tmp_path, text, expected):
+    assert expected in refuse(tmp_path / "r", config(tmp_path, text))
+
+
+def test_missing_config_file(tmp_path):
+    assert "cannot read --config absent.yaml: No such file" in refuse(
+        tmp_path / "r", "--config=absent.yaml"
+    )
+
+
+def test_yaml_tags_are_not_executed(tmp_path):
+    canary = tmp_path / "canary"
+    refuse(tmp_path / "r", config(tmp_path, f"seed: !!python/object/apply:os.mkdir ['{canary}']"))
+    assert not canary.exists()
+
+
+def test_batch_equation_must_hold(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, "--global-batch-size=20", ranks=2)
+    assert message == "global batch size 20 is no multiple of batch size 8"
+    message = refuse(tmp_path / "r", *tiny, "--global-batch-size=16", ranks=3)
+    assert "global batch size 16 is 2 micro-batches of 8, too few for 3 ranks" in message
+    message = refuse(tmp_path / "r", *tiny, "--global-batch-size=400", "--drop-last")
+    assert "203 training samples do not fill a global batch of 400" in message
+
+
+def test_unknown_model_and_images_it_cannot_take(tmp_path, tiny):
+    assert "did you mean resnet50?" in refuse(tmp_path / "r", *tiny, "--model=resnet_50")
+    message = refuse(tmp_path / "r", *tiny, "--model=alexnet")
+    assert "alexnet takes no images of 28 pixels" in message and "--image-size" in message
+
+
+def test_fp16_on_a_cpu(tmp_path, tiny):
+    assert refuse(tmp_path / "r", *tiny, "--amp=fp16") == "--amp fp16 needs a GPU: use --amp bf16"
+
+
+def test_run_directory_that_cannot_be_written(tmp_path, tiny):
+    (tmp_path / "file").write_text("")
+    message = refuse(tmp_path / "file" / "run", *tiny, ranks=2)
+    assert message.startswith(f"cannot write to --checkpoint-dir {tmp_path / 'file' / 'run'}: ")
+
+
+@pytest.fixture
+def finished(tmp_path, tiny):
+    """A finished run, and a function that tells whether anything in it was touched."""
+    run = train(tmp_path / "finished", 1, *tiny, "--epochs=1")
+
+    def content() -> dict:
+        return {path.name: path.read_bytes() for path in run.directory.iterdir() if path.is_file()}
+
+    before = content()
+    yield run.directory
+    assert content() == before, "a refused launch should write over nothing"
+
+
+def test_checkpoint_of_another_model(finished, tiny):
+    message = refuse(finished, *tiny, "--model=resnet18", "--image-size=32", ranks=2)
+    assert "was trained with --model simple_convnet, this is resnet18" in message
+
+
+def test_checkpoint_of_the_same_model_in_another_size(finished, tiny):
+    message = refuse(finished, *tiny, "--image-size=32", "--epochs=2")
+    assert "the checkpoint is of another simple_convnet: " in message
+    assert "size mismatch for fc1.weight" in message
+
+
+def test_checkpoint_of_other_data(finished, tmp_path, tiny):
+    assert "was trained with --dataset mnist" in refuse(finished, "--dataset=mnist_sample")
+    other = write_mnist(tmp_path / "other", train=99, test=9)
+    message = refuse(finished, "--dataset=mnist", f"--data-dir={other}", "--batch-size=8")
+    assert message == "203 samples in the checkpoint, 99 in the data"
+
+
+def test_checkpoint_of_another_optimizer(finished, tiny):
+    assert "was trained with --optimizer sgd" in refuse(finished, *tiny, "--optimizer=adamw")
+
+
+def test_resume_none_refuses_a_directory_in_use(finished, tiny):
+    message = refuse(finished, *tiny, "--resume=none")
+    assert message == f"{finished} is not empty: take another, or --overwrite the run in it"
+
+
+def test_override_within_an_epoch(tmp_path, tiny):
+    train(tmp_path / "r", 1, *tiny, "--stop-at-step=3")
+    message = refuse(tmp_path / "r", *tiny, "--override", "--seed=7")
+    assert "batch and seed may change between epochs only" in message
+
+
+def test_missing_checkpoint(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, "--resume=absent.pt", ranks=2)
+    assert message == "--resume absent.pt: there is no such file (else: auto, none)"
+
+
+@pytest.mark.parametrize("content", ["text", "other dict", "pickle"])
+def test_foreign_checkpoint(tmp_path, tiny, content):
+    foreign, canary = tmp_path / "foreign.pt", tmp_path / "canary"
+    if content == "text":
+        foreign.write_text("not a checkpoint")
+    elif content == "other dict":
+        torch.save({"model": {}}, foreign)
+    else:
+
+        class Evil:
+            def __reduce__(self):
+                import os
+
+                return os.mkdir, (str(canary),)
+
+        torch.save(Evil(), foreign)
+    assert f"{foreign} is no checkpoint" in refuse(tmp_path / "r", *tiny, f"--resume={foreign}")
+    assert not canary.exists()
+
+
+def test_data_that_is_missing_where_there_is_no_network(tmp_path):
+    # Whatever network there is, ask a proxy that nobody runs.
+    offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    options = ["--dataset=mnist", f"--data-dir={tmp_path / 'nothing'}"]
+    message = refuse(tmp_path / "r", *options, ranks=2, env=offline)
+    assert f"{tmp_path}/nothing/MNIST cannot be had (" in message
+    assert "copy it to" in message
+
+
+def test_damaged_data_is_named(tmp_path):
+    root = write_mnist(tmp_path / "half", train=203, test=103)
+    images = root / "MNIST/raw/train-images-idx3-ubyte"
+    images.write_bytes(images.read_bytes()[:-100])
+    message = refuse(tmp_path / "r", "--dataset=mnist", f"--data-dir={root}", ranks=2)
+    assert f"{root}/MNIST is damaged: delete it" in message
+
+
+def test_missing_package_for_an_option(tmp_path, tiny):
+    hide = "import sys; sys.modules['tensorboard'] = sys.modules['wandb'] = None"
+    for package in ("tensorboard", "wandb"):
+        message = refuse(tmp_path / package, *tiny, f"--{package}", ranks=2, before=hide)
+        assert message == f"--{package} needs one more package: pip install {package}"
+
+
+def test_a_typing_error_through_the_real_command(tmp_path):
+    command = [sys.executable, REPO / "train_distributed.py", "--bacth-size=8"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "train_distributed.py: error: unknown option --bacth-size, did you mean --batch-size? "
+        "(--help lists the options)\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_named_and_older_checkpoints_stay(tmp_path, tiny):
+    # A limit on file sizes, because it needs no mount: the errno is another, the way is the same.
+    train(tmp_path / "r", 1, *tiny, "--epochs=1")
+    limit = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000000, 1000000))"
+    )
+    message = refuse(tmp_path / "r", *tiny, "--epochs=2", before=limit)
+    assert "checkpoint_epoch_2.pt ([Errno 27] File too large): older checkpoints are intact" in message
+    assert not list((tmp_path / "r").glob(".*.tmp"))
+    assert json.loads((tmp_path / "r" / "status.json").read_text())["state"] == "failed"
+    assert "Resuming from" in train(tmp_path / "r", 1, *tiny, "--epochs=2").out[0]

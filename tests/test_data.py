@@ -1,0 +1,192 @@
+"""The data sets: what is read, how it is augmented, and who downloads."""
+
+import gzip
+import hashlib
+import http.server
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_mnist
+from harness import REPO, SHARED_MNIST, assert_same_state, launch, train
+from PIL import Image
+
+import train_distributed
+from train_distributed import InMemoryImages, shift
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """37 training and 11 validation JPEG images of various sizes in three classes."""
+    root = tmp_path_factory.mktemp("folder")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 37), ("val", 11)):
+        for i in range(count):
+            path = root / split / "abc"[i % 3] / f"{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shape = (random.integers(40, 90), random.integers(40, 90), 3)
+            Image.fromarray(random.integers(0, 256, shape, np.uint8)).save(path)
+    return root
+
+
+def options(folder, *more) -> list[str]:
+    small = ["--image-size=32", "--batch-size=4", "--global-batch-size=12", "--epochs=2"]
+    return ["--dataset=imagefolder", f"--data-dir={folder}", *small, "--log-every-steps=1", *more]
+
+
+def test_imagefolder_resumes_bitwise_with_other_workers_and_ranks(tmp_path, folder):
+    untouched = train(tmp_path / "untouched", 1, *options(folder, "--num-workers=2"))
+    train(tmp_path / "run", 1, *options(folder, "--num-workers=0", "--stop-at-step=5"))
+    resumed = train(tmp_path / "run", 1, *options(folder, "--num-workers=1"))
+    end = "checkpoint_epoch_2"
+    assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
+    three = train(tmp_path / "three", 3, *options(folder, "--num-workers=1"))
+    losses = [[r["loss"] for r in run.records("train")] for run in (three, untouched)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_augmentation_depends_on_epoch_and_sample_not_on_the_worker(folder):
+    cfg = train_distributed.parse_config(options(folder))
+    data, plain, _ = train_distributed.image_folder(cfg)
+    n = len(data)
+    torch.manual_seed(1)
+    first = data[5][0]
+    torch.manual_seed(2)
+    assert torch.equal(first, data[5][0])
+    assert not torch.equal(first, data[n + 5][0]), "another epoch, another crop"
+    assert data[n + 5][1:] == (data.folder.samples[5][1], 5)
+    assert torch.equal(plain[5][0], plain[len(plain) + 5][0])
+
+
+def test_an_image_that_does_not_decode_is_named(tmp_path, folder):
+    broken = tmp_path / "data"
+    for split in ("train", "val"):
+        (broken / split / "a").mkdir(parents=True)
+        for image in (folder / split / "a").iterdir():
+            (broken / split / "a" / image.name).write_bytes(image.read_bytes())
+    bad = broken / "train/a/0.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    for workers in (0, 1):
+        run = tmp_path / f"run{workers}"
+        result = launch(run, 1, *options(broken, f"--num-workers={workers}"))
+        assert result.codes == [2]
+        assert result.err[0].count("\n") == 1
+        assert f"error: cannot decode {bad} (" in result.err[0]
+        assert "replace or remove it" in result.err[0]
+
+
+def test_an_empty_imagefolder_is_named(tmp_path):
+    for folder in ("train", "val/a"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+    result = launch(tmp_path / "run", 2, *options(tmp_path / "data"))
+    assert result.codes == [2, 2]
+    assert f"--data-dir {tmp_path}/data needs train/CLASS/IMAGE files" in result.err[0]
+
+
+def test_classes_that_differ_between_train_and_val_are_named(tmp_path, folder):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train").symlink_to(folder / "train")
+    (tmp_path / "data/val").mkdir()
+    (tmp_path / "data/val/b").symlink_to(folder / "val/b")
+    result = launch(tmp_path / "run", 1, *options(tmp_path / "data"))
+    assert result.codes == [2]
+    assert "differ in the classes ['a', 'c']" in result.err[0]
+
+
+def test_synthetic_trains_a_torchvision_model(tmp_path):
+    small = ["--image-size=32", "--synthetic-samples=20", "--batch-size=4", "--epochs=1"]
+    run = train(tmp_path / "run", 2, "--dataset=synthetic", "--model=resnet18", *small)
+    assert run.records("epoch")[0]["step"] == 3
+
+
+def test_shift_moves_each_image_by_its_own_rows_and_columns():
+    images = torch.arange(2 * 3 * 5 * 6, dtype=torch.uint8).reshape(2, 3, 5, 6) + 1
+    moved = shift(images, torch.tensor([[0, 0], [1, -2]]))
+    assert torch.equal(moved[0], images[0])
+    assert torch.equal(moved[1, :, 1:, :-2], images[1, :, :-1, 2:])
+    assert moved[1, :, 0].count_nonzero() == moved[1, :, :, -2:].count_nonzero() == 0
+
+
+def test_a_gathered_batch_equals_its_images_one_by_one():
+    data = InMemoryImages(torch.randint(0, 256, (9, 1, 8, 8), dtype=torch.uint8), torch.arange(9), 7)
+    keys = [9 + 4, 9 + 0, 9 + 8]
+    images, labels, ids = data.__getitems__(keys)
+    assert labels.tolist() == ids.tolist() == [4, 0, 8]
+    for key, image in zip(keys, images, strict=True):
+        assert torch.equal(data.__getitems__([key])[0][0], image)
+
+
+class CountingServer(http.server.ThreadingHTTPServer):
+    """Serves the four gzipped files of a small MNIST and remembers what was asked for."""
+
+    def __init__(self, root):
+        self.files = {
+            f"/{path.name}.gz": gzip.compress(path.read_bytes(), mtime=0)
+            for path in (root / "MNIST/raw").iterdir()
+        }
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.files[self.path])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = CountingServer(write_mnist(tmp_path / "source", train=203, test=103))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def use(server) -> str:
+    """Point torchvision at the test's server, with the MD5 sums of what should come from there."""
+    address = f"http://127.0.0.1:{server.server_address[1]}/"
+    sums = [(n[1:], hashlib.md5(content).hexdigest()) for n, content in server.files.items()]
+    return (
+        "from torchvision.datasets import MNIST;"
+        f"MNIST.mirrors = [{address!r}]; MNIST.resources = {sums!r}"
+    )
+
+
+def test_one_process_downloads_and_the_others_wait(tmp_path, server):
+    options = ["--dataset=mnist", f"--data-dir={tmp_path}/data", "--stop-at-step=1", "--batch-size=8"]
+    train(tmp_path / "run", 3, *options, before=use(server))
+    # torchvision asks for each file twice: once to follow redirects, once to read it.
+    assert sorted(server.asked) == sorted(2 * list(server.files))
+    train(tmp_path / "again", 3, *options, before=use(server))
+    assert len(server.asked) == 8, "what is there is not downloaded again"
+
+
+def test_a_download_with_another_checksum_is_refused(tmp_path, server):
+    good = use(server)
+    name = next(iter(server.files))
+    server.files[name] = server.files[name][:-1] + b"?"
+    options = ["--dataset=mnist", f"--data-dir={tmp_path}/data", "--batch-size=8"]
+    result = launch(tmp_path / "run", 2, *options, before=good)
+    assert result.codes == [2, 2]
+    assert "File not found or corrupted" in result.err[0]
+
+
+def test_the_shipped_sample_is_mnist():
+    """Every 10th training and every 5th test digit, as data/README.md says."""
+    if not SHARED_MNIST.exists():
+        pytest.skip(f"all of MNIST is not at {SHARED_MNIST}")
+    for name, every in (("train", 10), ("t10k", 5)):
+        for kind, header, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
+            file = f"MNIST/raw/{name}-{kind}-ubyte"
+            whole = np.fromfile(SHARED_MNIST / file, np.uint8)[header:].reshape(-1, size)
+            sample = np.fromfile(REPO / "data/mnist_sample" / file, np.uint8)[header:]
+            assert np.array_equal(sample.reshape(-1, size), whole[::every])

@@ -1,0 +1,1369 @@
+#!/usr/bin/env python3
+"""Train an image classifier with PyTorch DistributedDataParallel: one file, to read from the top.
+
+    python train_distributed.py                                     # one process: laptop, one GPU
+    torchrun --standalone --nproc-per-node 4 train_distributed.py   # four GPUs of one machine
+    srun --ntasks-per-node=4 python train_distributed.py            # Slurm, one task per GPU
+
+Every option: --help. The same names serve in a file: --config configs/default_config.yaml.
+
+A step consumes --global-batch-size samples, cut into micro-batches of --batch-size. The pair (step,
+micro-batch) alone decides which samples a micro-batch holds, how they are augmented and what dropout
+drops. The ranks only divide the micro-batches among themselves, so 2 GPUs, 3 GPUs, or a run that was
+stopped and resumed, all train on the same batches in the same order. Hence one number, global_step,
+says where a run is, and there is no random state to save.
+
+Writes to --checkpoint-dir (one directory = one run): checkpoint_epoch_N.pt, checkpoint_step_N.pt, a
+manifest .json beside each, config.yaml, metrics.jsonl, status.json.
+Exit code: 0 finished, or stopped on request with all saved; 2 a mistake in what was asked, told in
+one sentence; 1 anything else (torchrun turns every failure into 1).
+
+Sections: OPTIONS, DISTRIBUTED, MODEL, DATA, METRICS, CHECKPOINTS, TRAINING, MAIN.
+Make it yours: your model in build_model(), your data in get_datasets().
+"""
+
+import argparse
+import ctypes
+import difflib
+import functools
+import hashlib
+import importlib
+import json
+import math
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import torchvision
+import yaml
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_convert
+from torchvision import transforms
+from tqdm import tqdm
+
+
+class UserError(Exception):
+    """A mistake the user can mend: one sentence with the remedy, exit code 2, no traceback."""
+
+    def __str__(self) -> str:
+        # One line, and without the traceback that a DataLoader worker wraps an exception in.
+        return " ".join(super().__str__().rsplit("UserError: ", 1)[-1].split())
+
+
+# ------------------------------------------------------------------------------------ OPTIONS
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One option per line. The names are also the keys of a config file, with _ for -."""
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = Parser(prog="train_distributed.py", description=__doc__, **style)
+    switch = argparse.BooleanOptionalAction
+
+    add = parser.add_argument_group("run").add_argument
+    add("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
+    add("--print-config", action="store_true", help="print the resolved options and exit")
+    add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
+    add("--resume", default="auto", help="auto: go on from the newest checkpoint; none; FILE.pt")
+    add("--overwrite", action=switch, default=False, help="--resume none or FILE may delete a run")
+    add("--override", action=switch, default=False, help="resume with a new global batch or seed")
+    add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
+    add("--stop-at-step", type=positive_int, help="save and exit at this step; schedule unchanged")
+    add("--seed", type=int, default=42, help="of everything random [42]")
+    add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=list(DATASETS), default="mnist_sample", help="[mnist_sample]")
+    add("--data-dir", default="data", help="where data is, or is downloaded to [data]")
+    add("--image-size", type=positive_int, help="pixels a side [MNIST 28, else 224]")
+    add("--augment", action=switch, default=True, help="random shifts, or crops and flips [on]")
+    add("--num-workers", type=int, help="loader processes per rank [in memory 0, else its cores]")
+    add("--drop-last", action=switch, default=False, help="leave out an epoch's short last step")
+    add("--synthetic-samples", type=positive_int, default=1280, help="epoch of synthetic [1280]")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="simple_convnet", help="or a torchvision classifier, as resnet50")
+    add("--dropout", type=fraction, default=0.25, help="of simple_convnet [0.25]")
+
+    add = parser.add_argument_group("batch and learning rate").add_argument
+    add("--batch-size", type=positive_int, default=64, help="micro-batch: at once on one GPU [64]")
+    add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
+    add("--lr", type=float, default=0.05, help="peak learning rate [0.05]")
+    add("--lr-base-batch-size", type=positive_int, help="B: peak is lr x global batch / B [off]")
+    add("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="[cosine]")
+    add("--warmup-epochs", type=float, default=0.2, help="linear warm-up [0.2]")
+    add("--min-lr", type=float, default=0.0, help="where the cosine ends [0]")
+    add("--momentum", type=fraction, default=0.9, help="of sgd [0.9]")
+    add("--weight-decay", type=float, default=1e-4, help="[0.0001]")
+    add("--clip-grad-norm", type=float, default=0.0, help="largest gradient norm [0: any]")
+
+    add = parser.add_argument_group("speed").add_argument
+    add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
+    add("--compile", action=switch, default=False, help="torch.compile the model")
+    add("--channels-last", action=switch, default=True, help="memory format of images [on]")
+    add("--activation-checkpointing", action=switch, default=False, help="recompute, save memory")
+
+    add = parser.add_argument_group("metrics and checkpoints").add_argument
+    add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
+    add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
+    add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
+    add("--record-samples", action=switch, default=False, help="write the sample ids of each step")
+    add("--checkpoint-every-steps", type=positive_int, help="besides every epoch [off]")
+    add("--keep", type=int, default=3, help="newest checkpoints kept; 0: all [3]")
+
+    add = parser.add_argument_group("distributed").add_argument
+    add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
+    add("--nodes", type=positive_int, help="refuse to start on any other number of nodes")
+    add("--gpus-per-node", type=positive_int, help="refuse to start with other ranks per node")
+    add("--init-timeout", type=float, default=300, help="seconds to wait for all ranks [300]")
+    add("--collective-timeout", type=float, default=600, help="seconds for one collective [600]")
+    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # old launchers pass it
+    return parser
+
+
+def positive_int(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def fraction(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise ValueError
+    return float(text)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that complains with UserErrors and knows the nearest name to a typo."""
+
+    def error(self, message: str) -> None:
+        if message.startswith("unrecognized arguments: "):
+            word = message.split()[2].split("=")[0]
+            message = f"unknown option {word}{nearest(word, self._option_string_actions)}"
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def nearest(word: str, names) -> str:
+    close = difflib.get_close_matches(word, names, n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def parse_config(argv: list[str]) -> argparse.Namespace:
+    """Options, resolved in the order default < config file < command line."""
+    parser = build_parser()
+    cfg = parser.parse_args(argv)
+    if not cfg.config:
+        return cfg
+    try:
+        words = config_file_words(cfg.config, parser)
+        parser.parse_args(words)
+    except OSError as error:
+        raise UserError(f"cannot read --config {cfg.config}: {error.strerror}") from None
+    except (UserError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{cfg.config}: {error}") from None
+    return parser.parse_args(words + argv)
+
+
+def config_file_words(path: str, parser: Parser) -> list[str]:
+    """A YAML file as command line words, so that file and command line pass the same checks."""
+    # BaseLoader makes strings, lists and dicts, nothing else: safe, and `amp: off` stays "off".
+    options = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader) or {}
+    if not isinstance(options, dict) or not all(isinstance(v, str) for v in options.values()):
+        raise UserError("should hold lines like `epochs: 5`, one option each, not nested")
+    words = []
+    for key, value in options.items():
+        flag = "--" + key.replace("_", "-")
+        if isinstance(parser._option_string_actions.get(flag), argparse.BooleanOptionalAction):
+            if value.lower() not in ("true", "false"):
+                raise UserError(f"{key}: {value!r} is neither true nor false")
+            words.append(flag if value.lower() == "true" else f"--no-{flag[2:]}")
+        elif value not in ("", "null"):  # null leaves the default
+            words.append(f"{flag}={value}")
+    return words
+
+
+def config_as_yaml(cfg: argparse.Namespace) -> str:
+    hidden = ("config", "print_config", "local_rank")
+    return yaml.safe_dump({k: v for k, v in vars(cfg).items() if k not in hidden}, sort_keys=False)
+
+
+# -------------------------------------------------------------------------------- DISTRIBUTED
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among all of them; as it stands, one process alone."""
+
+    rank: int = 0  # over all nodes: 0 .. world_size - 1
+    local_rank: int = 0  # on this node: 0 .. local_world_size - 1
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = "localhost"  # where rank 0 is
+    master_port: int = 0
+    job: str = ""  # tells this launch from others
+    device: torch.device = torch.device("cpu")
+    cores: int = 1  # CPU cores that are this rank's own
+
+
+def read_launch_environment(env: dict[str, str]) -> World:
+    """torchrun's variables first, else those of a real srun step, else one process alone."""
+
+    def integer(name: str, default: str = "") -> int:
+        value = re.match(r"\d+", env.get(name, default))
+        if not value:
+            raise UserError(f"{name} is {env.get(name)!r}: the launcher should make it a number")
+        return int(value[0])
+
+    if "RANK" in env and "WORLD_SIZE" in env:
+        ranks = integer("RANK"), integer("LOCAL_RANK"), integer("WORLD_SIZE")
+        local_size, job = integer("LOCAL_WORLD_SIZE", "1"), env.get("TORCHELASTIC_RUN_ID", "none")
+        master, port = env.get("MASTER_ADDR", "localhost"), integer("MASTER_PORT", "29500")
+        return World(*ranks, local_size, master, port, env.get("RUN_NONCE", job))
+    # A batch shell and an interactive allocation have SLURM_PROCID too, though nobody else runs:
+    # they have no step id, or one of Slurm's reserved ones, or a terminal (srun --pty bash).
+    step = integer("SLURM_STEP_ID", str(0xFFFFFFFF))
+    if step >= 0xFFFFFFF0 or ("SLURM_PTY_PORT" in env and os.isatty(0)):
+        return World()
+    ranks = integer("SLURM_PROCID"), integer("SLURM_LOCALID"), integer("SLURM_STEP_NUM_TASKS")
+    local_size, job = integer("SLURM_STEP_TASKS_PER_NODE"), integer("SLURM_JOB_ID")
+    # A port of the step's own, below the ephemeral ones (32768 and up).
+    port = integer("MASTER_PORT", str(15000 + (16 * job + step) % 15000))
+    master = env.get("MASTER_ADDR") or first_host_of_step(env)
+    return World(*ranks, local_size, master, port, f"{job}.{step}")
+
+
+def first_host_of_step(env: dict[str, str]) -> str:
+    """The host of rank 0. Slurm itself unfolds lists like rack[01-02]-n[1-4]."""
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        return "localhost"
+    command = ["scontrol", "show", "hostnames", env.get("SLURM_STEP_NODELIST", "")]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        raise UserError(f"`{' '.join(command)}` names no host: set MASTER_ADDR") from None
+
+
+def setup_distributed(cfg: argparse.Namespace) -> World:
+    """Join all ranks into one process group and say who is where. Collective: every rank.
+
+    Raises UserError when ranks are missing, share a GPU, or do not all run the same thing.
+    """
+    world = read_launch_environment(os.environ)
+    gpus = torch.cuda.device_count()
+    # srun --gpus-per-task=1 shows every rank one GPU only: device 0, whatever its local rank.
+    index = world.local_rank if world.local_rank < gpus else 0
+    device = torch.device("cuda", index) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # before anything collective, or all ranks sit on GPU 0 too
+    backend = cfg.distributed_backend or ("nccl" if gpus else "gloo")
+    card = {
+        "host": socket.gethostname(),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if gpus else None,
+        # From here on all ranks must hold the same. Only the data may lie in different places.
+        "train_distributed.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8],
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if gpus else "CPU",
+        "backend": backend,
+        **{f"--{k}": v for k, v in vars(cfg).items() if k not in ("data_dir", "local_rank")},
+    }
+    store = call_the_roll(world, card, cfg)
+    if store:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=cfg.collective_timeout),
+            device_id=device if backend == "nccl" else None,
+        )
+        total = torch.ones(1, device=device)
+        dist.all_reduce(total)
+        if total.item() != world.world_size:
+            raise RuntimeError(f"first all_reduce gave {total.item()}, not {world.world_size}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if "RANK" in os.environ or cores == os.cpu_count():  # else srun gave each task its own
+        cores = max(1, cores // world.local_world_size)
+    return replace(world, device=device, cores=cores)
+
+
+def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Store | None:
+    """Meet at a store on the master, where rank 0 checks all cards. Collective: every rank.
+
+    A store with a time limit answers where a collective hangs, so whoever is missing can be named.
+    """
+    if world.world_size == 1:
+        end_on(check_cards([card], cfg))
+        announce([card])
+        return None
+    where = f"{world.master_addr}:{world.master_port}"
+    deadline = time.monotonic() + cfg.init_timeout
+
+    def wait_for(key: str, grace: float = 0.0) -> str | None:
+        while not store.check([key]):
+            if time.monotonic() > deadline + grace:
+                return None
+            time.sleep(0.05)
+        return store.get(key).decode()
+
+    with ends_after(cfg.init_timeout + 10, f"no store answers at {where}: set another MASTER_PORT"):
+        try:
+            store = connect_store(world, cfg.init_timeout)
+            # Whoever dials the port could join: the job's name keeps strays of other jobs out.
+            if world.rank == 0:
+                store.set("job", world.job)
+            if (job := wait_for("job")) not in (None, world.job):
+                raise UserError(f"job {world.job} dialled {where} of job {job}: set MASTER_PORT")
+            store.set(f"card/{world.rank}", json.dumps(card))
+            if world.rank == 0:
+                cards = [json.loads(wait_for(f"card/{r}") or "null") for r in range(world.world_size)]
+                store.set("problem", problem := check_cards(cards, cfg))
+                announce(cards) if not problem else time.sleep(0.5)  # the others read it from us
+            problem = wait_for("problem", grace=5)
+        except dist.DistError as error:
+            raise UserError(
+                f"rank {world.rank} on {card['host']} has no store at {where} ({error}): "
+                "did rank 0 start, is MASTER_PORT free, no firewall?"
+            ) from None
+    end_on("rank 0 did not start: see its log" if problem is None else problem, world.rank)
+    return dist.PrefixStore("group", store)
+
+
+def connect_store(world: World, timeout: float) -> dist.Store:
+    """Rank 0 serves the store, unless torchrun's agent does already; the others dial it."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        world.master_addr,
+        world.master_port,
+        is_master=world.rank == 0 and not is_agents,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+    # torchrun restarts workers against the same store, so each attempt has keys of its own.
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+@contextmanager
+def ends_after(seconds: float, problem: str):
+    """End the process, wherever it hangs, should the block take longer."""
+
+    def end() -> None:
+        print(f"train_distributed.py: error: {problem}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def check_cards(cards: list[dict | None], cfg: argparse.Namespace) -> str:
+    """What is wrong with the ranks that came, in one sentence; "" if nothing is."""
+    hosts = ranks_by_host(cards)
+    if missing := [rank for rank, card in enumerate(cards) if card is None]:
+        return (
+            f"ranks {spans(missing)} of {len(cards)} did not start within {cfg.init_timeout:.0f} s:"
+            f" see their logs (here: {', '.join(f'{spans(r)} on {h}' for h, r in hosts.items())})"
+        )
+    for rank, card in enumerate(cards):
+        for what in list(card)[2:]:
+            if card[what] != (mine := cards[0][what]):
+                return f"rank {rank} on {card['host']} has {what} {card[what]}, rank 0 has {mine}"
+    for host, ranks in hosts.items():
+        gpus = len({cards[rank]["gpu"] for rank in ranks})
+        if cards[0]["backend"] == "nccl" and gpus < len(ranks):
+            return (
+                f"Duplicate GPU detected: on {host}, ranks {spans(ranks)} share {gpus} visible GPU(s):"
+                f" start {gpus} process(es) there, or ask for {len(ranks)} GPUs"
+            )
+        if cfg.gpus_per_node not in (None, len(ranks)):
+            return f"--gpus-per-node {cfg.gpus_per_node}, but {host} runs {len(ranks)} process(es)"
+    if cfg.nodes not in (None, len(hosts)):
+        return f"--nodes {cfg.nodes}, but this job runs on {len(hosts)}: {', '.join(hosts)}"
+    return ""
+
+
+def ranks_by_host(cards: list[dict | None]) -> dict[str, list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, card in enumerate(cards):
+        if card:
+            hosts.setdefault(card["host"], []).append(rank)
+    return hosts
+
+
+def spans(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'"""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends))
+
+
+def announce(cards: list[dict]) -> None:
+    hosts, backend = ranks_by_host(cards), cards[0]["backend"]
+    sizes = sorted({len(ranks) for ranks in hosts.values()})
+    nodes = f"{len(hosts)} node{'s' * (len(hosts) > 1)} x {' or '.join(map(str, sizes))}"
+    print(f"Starting distributed training on {len(cards)} processes ({nodes})")
+    print(f"Master node: {cards[0]['host']}")
+    for host, ranks in hosts.items():
+        print(f"  {host}: ranks {spans(ranks)} on {cards[0]['device']}")
+    if backend == "nccl":
+        backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
+    versions = f"PyTorch {torch.__version__}, Python {platform.python_version()}, {backend}"
+    print(versions, flush=True)
+
+
+def end_on(problem: str | None, rank: int = 0) -> None:
+    """End on a problem that every rank knows of: rank 0 tells it, the others leave quietly."""
+    if problem and rank == 0:
+        raise UserError(problem)
+    if problem:
+        time.sleep(1)  # the first exit makes a launcher kill the rest: let rank 0 speak first
+        raise SystemExit(2)
+
+
+def gather(world: World, value) -> list:
+    """A small value of each rank. Collective: every rank."""
+    values = [value] * world.world_size
+    if world.world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def on_every_rank(world: World, function, *arguments):
+    """function(*arguments) here; a UserError on any rank ends them all. Collective: every rank."""
+    result = problem = None
+    try:
+        result = function(*arguments)
+    except UserError as error:
+        problem = str(error)
+    end_on(next(filter(None, gather(world, problem)), None), world.rank)
+    return result
+
+
+# -------------------------------------------------------------------------------------- MODEL
+
+
+class SimpleConvNet(nn.Module):
+    """Two convolutions, two linear layers: [b, channels, size, size] -> logits [b, classes]."""
+
+    def __init__(self, channels: int, size: int, classes: int, dropout: float):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 32, kernel_size=3)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.fc1 = nn.Linear(64 * ((size - 4) // 2) ** 2, 128)
+        self.fc2 = nn.Linear(128, classes)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.conv1(x))  # [b, 32, size - 2, size - 2]
+        x = F.relu(self.conv2(x))  # [b, 64, size - 4, size - 4]
+        x = F.max_pool2d(x, 2)  # [b, 64, 12, 12] for MNIST's 28 pixels
+        x = self.dropout(torch.flatten(x, 1))  # [b, 9216]
+        return self.fc2(self.dropout(F.relu(self.fc1(x))))
+
+
+def build_model(cfg: argparse.Namespace, spec: "DataSpec") -> nn.Module:
+    """The model, from images [b, channels, size, size] to logits [b, classes]. Yours goes here."""
+    if cfg.model == "simple_convnet":
+        return SimpleConvNet(spec.channels, spec.size, spec.classes, cfg.dropout)
+    names = torchvision.models.list_models(torchvision.models)
+    if cfg.model not in names:
+        hint = nearest(cfg.model, ["simple_convnet", *names])
+        raise UserError(f"--model {cfg.model} is no classifier of torchvision{hint}")
+    # Two of them have a second output for training; without it they are plain classifiers.
+    extra = {"aux_logits": False} if cfg.model in ("googlenet", "inception_v3") else {}
+    return torchvision.models.get_model(cfg.model, num_classes=spec.classes, **extra)
+
+
+def place_model(cfg: argparse.Namespace, world: World, spec: "DataSpec") -> nn.Module:
+    """build_model() on this rank's device, tried on one image, with the speed options applied."""
+    torch.manual_seed(cfg.seed)
+    model = build_model(cfg, spec).to(world.device)
+    if cfg.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, spec.channels, spec.size, spec.size, device=world.device))
+    except (RuntimeError, AssertionError) as error:
+        problem = f"{cfg.model} takes no images of {spec.size} pixels"
+        raise UserError(f"{problem}, choose --image-size ({error})") from None
+    if cfg.activation_checkpointing:
+        for block in blocks_of(model):
+            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+    if cfg.compile:
+        model.compile()  # in place, so that the names in a checkpoint stay the same
+    return model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a network (of a ResNet its Bottlenecks), or else its children."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.Sequential)]
+    blocks = [child for stack in stacks for child in stack if any(child.children())]
+    return blocks or list(model.children())
+
+
+def build_optimizer(cfg: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    # fused: one pass over all parameters instead of several operations for each of them
+    options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": True}
+    if cfg.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **options)
+    return torch.optim.SGD(model.parameters(), momentum=cfg.momentum, **options)
+
+
+def learning_rate(cfg: argparse.Namespace, step: int, steps_per_epoch: int) -> float:
+    """A function of the step alone: linear warm-up, then a cosine or a constant.
+
+    With --lr-base-batch-size B the peak is lr x global batch / B (Goyal et al., arXiv:1706.02677).
+    """
+    peak = cfg.lr * cfg.global_batch_size / (cfg.lr_base_batch_size or cfg.global_batch_size)
+    warmup = round(cfg.warmup_epochs * steps_per_epoch)
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if cfg.lr_schedule == "constant":
+        return peak
+    done = (step - warmup) / max(1, cfg.epochs * steps_per_epoch - warmup)
+    return cfg.min_lr + (peak - cfg.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+# --------------------------------------------------------------------------------------- DATA
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What the model and the loop must know of a data set."""
+
+    channels: int  # that the model takes
+    size: int  # pixels a side that the model takes
+    classes: int
+    mean: tuple[float, ...]  # of pixels scaled to 0 .. 1, by channel of the data
+    std: tuple[float, ...]
+
+
+IMAGENET_SCALE = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def get_datasets(cfg: argparse.Namespace, world: World):
+    """(training set, test set, DataSpec) of --dataset. Collective: every rank. Yours goes here."""
+    if cfg.dataset in ("mnist", "fashion_mnist"):
+        # Rank 0 first, alone, for the folder may be shared; then one process of each other node.
+        for my_turn in (world.rank == 0, world.local_rank == 0):
+            download = functools.partial(read_mnist, cfg, train=True, download=True)
+            on_every_rank(world, download if my_turn else lambda: None)
+    return on_every_rank(world, DATASETS[cfg.dataset], cfg)
+
+
+def mnist(cfg: argparse.Namespace):
+    """MNIST or Fashion-MNIST in --data-dir, or the sample of MNIST that ships beside this file."""
+    train, test = (read_mnist(cfg, train) for train in (True, False))
+    shift_seed = cfg.seed if cfg.augment else None
+    train_set = InMemoryImages(train.data[:, None], train.targets, shift_seed)
+    channels = 1 if cfg.model == "simple_convnet" else 3  # torchvision's models expect colour
+    mean, std = (0.2860, 0.3530) if cfg.dataset == "fashion_mnist" else (0.1307, 0.3081)
+    spec = DataSpec(channels, cfg.image_size or 28, 10, (mean,), (std,))
+    return train_set, InMemoryImages(test.data[:, None], test.targets), spec
+
+
+def read_mnist(cfg: argparse.Namespace, train: bool, download: bool = False):
+    """torchvision's data set; it compares downloads with their MD5 and reads no truncated file."""
+    kind = torchvision.datasets.MNIST
+    if cfg.dataset == "fashion_mnist":
+        kind = torchvision.datasets.FashionMNIST
+    root = SAMPLE if cfg.dataset == "mnist_sample" else Path(cfg.data_dir)
+    name, folder = kind.__name__, root / kind.__name__
+    socket.setdefaulttimeout(30)  # where a firewall swallows packets, give up rather than hang
+    try:
+        return kind(root, train=train, download=download)
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:
+        state = "is damaged: delete it" if any(folder.glob("raw/*ubyte")) else "cannot be had"
+        raise UserError(
+            f"{folder} {state} ({error}); where there is a network, python -c 'import torchvision; "
+            f'torchvision.datasets.{name}("D", download=True)\' makes D/{name}: copy it to {root}'
+        ) from None
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def image_folder(cfg: argparse.Namespace):
+    """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, augmented as usual for ImageNet."""
+    size = cfg.image_size or 224
+    plain = [transforms.Resize(size * 256 // 224), transforms.CenterCrop(size)]
+    random = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    sets = []
+    for name, steps in (("train", random if cfg.augment else plain), ("val", plain)):
+        try:
+            folder = torchvision.datasets.ImageFolder(Path(cfg.data_dir, name))
+        except OSError as error:
+            problem = f"--data-dir {cfg.data_dir} needs {name}/CLASS/IMAGE files"
+            raise UserError(f"{problem} ({error})") from None
+        steps = transforms.Compose([*steps, transforms.PILToTensor()])
+        sets.append(FolderImages(folder, steps, cfg.seed))
+    if odd := set(sets[0].folder.classes) ^ set(sets[1].folder.classes):
+        raise UserError(f"train and val of {cfg.data_dir} differ in the classes {sorted(odd)}")
+    return *sets, DataSpec(3, size, len(sets[0].folder.classes), *IMAGENET_SCALE)
+
+
+def synthetic(cfg: argparse.Namespace):
+    """Random images in the shape of ImageNet: for benchmarks, and to try a launcher without data."""
+    size, generator = cfg.image_size or 224, torch.Generator().manual_seed(cfg.seed)
+    images = torch.randint(0, 256, (64, 3, size, size), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, 1000, (cfg.synthetic_samples,), generator=generator)
+    spec = DataSpec(3, size, 1000, *IMAGENET_SCALE)
+    return InMemoryImages(images, labels), InMemoryImages(images, labels[:256]), spec
+
+
+SAMPLE = Path(__file__).resolve().parent / "data" / "mnist_sample"
+DATASETS = {"mnist_sample": mnist, "mnist": mnist, "fashion_mnist": mnist}
+DATASETS |= {"imagefolder": image_folder, "synthetic": synthetic}
+
+
+class InMemoryImages(Dataset):
+    """Images and labels as tensors: a micro-batch is gathered at once, not image by image.
+
+    images: uint8 [n, c, height, width]; labels: int64 [m], m >= n (images are used in turn). With a
+    seed, each image is shifted by up to 2 pixels, drawn from (seed, epoch, sample).
+    """
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, shift_seed: int | None = None):
+        self.images, self.labels, self.shift_seed = images, labels, shift_seed
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> None:
+        self.images, self.labels = self.images.to(device), self.labels.to(device)
+
+    def __getitems__(self, keys: list[int]):
+        """keys (see MicroBatchSampler) -> uint8 [b, c, height, width], int64 [b], ids int64 [b]"""
+        ids = torch.tensor(keys) % len(self)
+        rows = ids.to(self.labels.device, non_blocking=True)
+        images = self.images[rows % len(self.images)]
+        if self.shift_seed is not None:
+            by = epoch_shifts(self.shift_seed, keys[0] // len(self), len(self))[ids]
+            images = shift(images, by.to(images.device, non_blocking=True))
+        return images, self.labels[rows], ids
+
+
+@functools.lru_cache(maxsize=1)
+def epoch_shifts(seed: int, epoch: int, samples: int) -> torch.Tensor:
+    """int64 [samples, 2]: by how many rows and columns, -2 .. 2, each sample moves this epoch."""
+    generator = torch.Generator().manual_seed(mix(seed, "shift", epoch))
+    return torch.randint(-2, 3, (samples, 2), generator=generator)
+
+
+def shift(images: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """images [b, c, h, w] moved by [b, 2] rows and columns of at most 2; black comes in."""
+    b, _, h, w = images.shape
+    arange = functools.partial(torch.arange, device=images.device)
+    rows = (arange(2, h + 2) - by[:, :1])[:, :, None]  # [b, h, 1]
+    cols = (arange(2, w + 2) - by[:, 1:])[:, None, :]  # [b, 1, w]
+    # Indices on both sides of a slice move its axis to the end: [b, h, w, c].
+    return F.pad(images, (2, 2, 2, 2))[arange(b)[:, None, None], :, rows, cols].movedim(-1, 1)
+
+
+class FolderImages(Dataset):
+    """Image files, decoded one by one by the loader's workers."""
+
+    def __init__(self, folder: torchvision.datasets.ImageFolder, transform, seed: int):
+        self.folder, self.transform, self.seed = folder, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def __getitem__(self, key: int):
+        """key (see MicroBatchSampler) -> uint8 [3, size, size], label, id"""
+        epoch, index = divmod(key, len(self))
+        path, label = self.folder.samples[index]
+        try:
+            image = self.folder.loader(path)
+        except Exception as error:
+            raise UserError(f"cannot decode {path} ({error}): replace or remove it") from None
+        torch.default_generator.manual_seed(mix(self.seed, "augment", epoch, index))
+        return self.transform(image), label, index
+
+
+def mix(*numbers) -> int:
+    """A 63-bit seed out of numbers and words; neighbours get unrelated ones."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class MicroBatchSampler(Sampler):
+    """The micro-batches of this rank; stands where DistributedSampler stands.
+
+    One permutation per epoch, from (seed, epoch). Step s takes the next G samples of it, the last
+    step what is left: none is lost, none used twice. A step is cut into C = G / b micro-batches, and
+    rank r of W holds those from C * r // W up to C * (r + 1) // W.
+
+    Yields lists of keys; key = epoch * samples + sample id. So the loader's workers, which outlive
+    an epoch, need no message to know which augmentation is due.
+    """
+
+    def __init__(self, samples: int, cfg: argparse.Namespace, world: World):
+        cfg.global_batch_size = cfg.global_batch_size or cfg.batch_size * world.world_size
+        self.samples, self.seed = samples, cfg.seed
+        self.global_batch_size = cfg.global_batch_size
+        total, each = cfg.global_batch_size, cfg.batch_size
+        self.cuts, rest = divmod(total, each)
+        if rest:
+            raise UserError(f"global batch size {total} is no multiple of batch size {each}")
+        if self.cuts < world.world_size:
+            raise UserError(
+                f"global batch size {total} is {self.cuts} micro-batches of {each}, too few for "
+                f"{world.world_size} ranks: lower --batch-size or raise --global-batch-size"
+            )
+        first, end = (self.cuts * r // world.world_size for r in (world.rank, world.rank + 1))
+        self.mine = range(first, end)
+        short_step = samples % total > 0 and not cfg.drop_last
+        self.steps_per_epoch = samples // total + short_step
+        if not self.steps_per_epoch:
+            raise UserError(f"{samples} training samples do not fill a global batch of {total}")
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        self.epoch, self.first_step = epoch, first_step
+
+    def step_size(self, step: int) -> int:
+        return min(self.global_batch_size, self.samples - step * self.global_batch_size)
+
+    def bounds(self, step: int, micro: int) -> tuple[int, int]:
+        """Begin and end of a micro-batch in the epoch's order. A short step is cut evenly too."""
+        start, size = step * self.global_batch_size, self.step_size(step)
+        return start + size * micro // self.cuts, start + size * (micro + 1) // self.cuts
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(mix(self.seed, "order", self.epoch))
+        order = torch.randperm(self.samples, generator=generator) + self.epoch * self.samples
+        for step in range(self.first_step, self.steps_per_epoch):
+            for micro in self.mine:
+                begin, end = self.bounds(step, micro)
+                # A last step of fewer than C samples leaves micro-batches empty. They borrow one
+                # with weight 0, because every rank must take part in the backward pass.
+                yield order[begin : max(end, begin + 1)].tolist()
+
+
+def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler: Sampler) -> DataLoader:
+    """Yields a micro-batch at a time: (images uint8, labels int64 [b], sample ids int64 [b])."""
+    in_memory = isinstance(dataset, InMemoryImages)
+    workers = cfg.num_workers
+    if workers is None:
+        workers = 0 if in_memory else min(world.cores, 16)
+    if in_memory and not workers:
+        dataset.to(world.device)
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=default_convert if in_memory else None,  # in memory: collated already
+        pin_memory=workers > 0 and world.device.type == "cuda",
+    )
+
+
+def prepare(images: torch.Tensor, cfg: argparse.Namespace, spec: DataSpec, device: torch.device):
+    """uint8 [b, c, h, w] anywhere -> normalised floats [b, channels, size, size] on the device."""
+    mean, std = scale_on(device, spec)
+    images = images.to(device, non_blocking=True).float().sub_(mean).div_(std)
+    if images.shape[-1] != spec.size:
+        images = F.interpolate(images, size=spec.size, mode="bilinear")
+    images = images.expand(-1, spec.channels, -1, -1)
+    return images.contiguous(memory_format=torch.channels_last) if cfg.channels_last else images
+
+
+@functools.lru_cache
+def scale_on(device: torch.device, spec: DataSpec) -> list[torch.Tensor]:
+    return [255 * torch.tensor(v, device=device)[:, None, None] for v in (spec.mean, spec.std)]
+
+
+# ------------------------------------------------------------------------------------ METRICS
+
+
+class Sums:
+    """Loss, correct predictions and samples so far, on the device: adding waits for no GPU."""
+
+    def __init__(self, device: torch.device):
+        self.values = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        self.values[0] += loss_sum.detach()
+        self.values[1] += (logits.argmax(1) == labels).sum()
+        self.values[2] += len(labels)
+
+    def over_all_ranks(self, world: World, flag: bool = False) -> list[float]:
+        """[loss, correct, samples, ranks with the flag]. Collective: every rank; waits for GPUs."""
+        total = torch.cat([self.values, self.values.new_tensor([flag])])
+        if world.world_size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+
+class MetricsLog:
+    """On rank 0: metrics.jsonl, one record a line, and what else was asked for."""
+
+    def __init__(self, cfg: argparse.Namespace, global_step: int):
+        path = Path(cfg.checkpoint_dir, "metrics.jsonl")
+        # Steps after the checkpoint are trained again: their records go.
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = "".join(f"{line}\n" for line in lines if step_in(line) <= global_step)
+        write_durably(path, lambda file: file.write(kept.encode()))
+        self.file, self.board, self.run = path.open("a"), None, None
+        if cfg.tensorboard:
+            board = load_optional("torch.utils.tensorboard", "tensorboard").SummaryWriter
+            self.board = board(path.with_name("tensorboard"), purge_step=global_step + 1)
+        if cfg.wandb:
+            name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+            options = {"id": name, "resume": "allow", "dir": cfg.checkpoint_dir}
+            self.run = load_optional("wandb", "wandb").init(config=vars(cfg), **options)
+
+    def write(self, kind: str, step: int, **values: float) -> None:
+        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self.file.flush()
+        for name, value in values.items() if self.board else ():
+            self.board.add_scalar(f"{kind}/{name}", value, step)
+        if self.run:
+            self.run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+
+
+def load_optional(module: str, package: str):
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"--{package} needs one more package: pip install {package}") from None
+
+
+def step_in(record: str) -> float:
+    """The step of a JSON record; infinity if the record is damaged."""
+    try:
+        return json.loads(record)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+# -------------------------------------------------------------------------------- CHECKPOINTS
+
+FORMAT = "train_distributed 1"
+
+
+@dataclass
+class Progress:
+    """Where a run is. With model, optimizer and scaler, all that a checkpoint must hold.
+
+    The sums are [loss, correct, samples] over all ranks since the epoch began: up to now, and up to
+    the last record in metrics.jsonl.
+    """
+
+    global_step: int = 0
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    logged: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+
+def write_durably(path: Path, write) -> None:
+    """write(file) to a temporary file that takes path's place once it is on disk: all or nothing."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_durably(path, lambda file: file.write(text.encode()))
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save_checkpoint(run: "Run", progress: Progress, name: str) -> None:
+    """Rank 0 writes name.pt and then its manifest name.json, with which the checkpoint counts.
+
+    Plain types and tensors only, so that loading need not trust the file (weights_only=True).
+    """
+    path = Path(run.cfg.checkpoint_dir, f"{name}.pt")
+    if run.world.rank:
+        return
+    state = {
+        "format": FORMAT,
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "scaler": run.scaler.state_dict(),
+        "progress": asdict(progress),
+        "order": run.order(),
+        "config": vars(run.cfg),
+    }
+    try:
+        write_durably(path, lambda file: torch.save(state, file))
+        facts = {"step": progress.global_step, "size": path.stat().st_size}
+        write_text(path.with_suffix(".json"), json.dumps(facts | {"sha256": sha256_of(path)}))
+        for manifest in manifests(run.cfg)[run.cfg.keep or sys.maxsize :]:
+            manifest.unlink()
+            manifest.with_suffix(".pt").unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
+        while error.__context__:  # torch.save hides "No space left on device" behind its own error
+            error = error.__context__
+        raise UserError(f"cannot save {path} ({error}): older checkpoints are intact") from None
+
+
+def manifests(cfg: argparse.Namespace) -> list[Path]:
+    """Those in the run directory, the newest first; unreadable ones count as newest."""
+    files = Path(cfg.checkpoint_dir).glob("checkpoint_*.json")
+    return sorted(files, key=lambda file: step_in(file.read_text()), reverse=True)
+
+
+def verify(checkpoint: Path) -> None:
+    """Raise UserError unless a checkpoint is what its manifest says."""
+    try:
+        facts = json.loads(checkpoint.with_suffix(".json").read_text())
+        sound = checkpoint.stat().st_size == facts["size"]
+        sound = sound and sha256_of(checkpoint) == facts["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint} or its manifest is unreadable ({error!r})") from None
+    if not sound:
+        raise UserError(f"{checkpoint} is damaged: its size or sha256 is not that of its manifest")
+
+
+def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
+    """What to resume from. For rank 0, which decides for all. Makes the directory, no more."""
+    directory = Path(cfg.checkpoint_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UserError(f"cannot write to --checkpoint-dir {directory}: {error.strerror}") from None
+    if cfg.resume == "auto":
+        for manifest in manifests(cfg):
+            try:
+                verify(manifest.with_suffix(".pt"))
+                return str(manifest.with_suffix(".pt"))
+            except UserError as damage:
+                print(f"WARNING: passed over: {damage}", file=sys.stderr, flush=True)
+        if manifests(cfg):
+            raise UserError(f"no checkpoint in {directory} is intact: start in another directory")
+        return None
+    if cfg.resume == "none":
+        if any(directory.iterdir()) and not cfg.overwrite:
+            raise UserError(f"{directory} is not empty: take another, or --overwrite the run in it")
+        return None
+    chosen = Path(cfg.resume)
+    if not chosen.is_file():
+        raise UserError(f"--resume {chosen}: there is no such file (else: auto, none)")
+    if chosen.with_suffix(".json").exists():
+        verify(chosen)
+    newest = next((m.with_suffix(".pt") for m in manifests(cfg)), chosen)
+    if newest.resolve() != chosen.resolve() and not cfg.overwrite:
+        raise UserError(f"{newest} is in the way: take another --checkpoint-dir, or --overwrite")
+    return str(chosen)
+
+
+def load_checkpoint(path: str, cfg: argparse.Namespace) -> dict:
+    """A checkpoint, on the CPU, if it is one of this run. Its global batch and seed win."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        reason = f"{socket.gethostname()} cannot read {path} ({error.strerror})"
+        raise UserError(f"{reason}: all nodes must share the run directory") from None
+    except Exception as error:  # zip, pickle and torch each have their own
+        raise UserError(f"{path} is no checkpoint ({str(error)[:80]})") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UserError(f"{path} is no checkpoint of this trainer ({FORMAT})")
+    for name in ("model", "dataset", "optimizer"):
+        if (was := state["config"][name]) != (now := getattr(cfg, name)):
+            change = f"{path} was trained with --{name} {was}, this is {now}"
+            raise UserError(f"{change}: take another --checkpoint-dir for another run")
+    if not cfg.override:
+        cfg.global_batch_size = state["order"]["global_batch_size"]
+        cfg.seed = state["order"]["seed"]
+    return state
+
+
+def restore(state: dict, run: "Run") -> Progress:
+    """Put the content of a checkpoint where it belongs."""
+    progress, old, new = Progress(**state["progress"]), state["order"], run.order()
+    if old["samples"] != new["samples"]:
+        raise UserError(f"{old['samples']} samples in the checkpoint, {new['samples']} in the data")
+    if old != new:
+        epochs, rest = divmod(progress.global_step, old["steps_per_epoch"])
+        if rest:
+            raise UserError("batch and seed may change between epochs only: resume at the end of one")
+        progress.global_step = epochs * new["steps_per_epoch"]
+    try:
+        run.model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint is of another {run.cfg.model}: {error}") from None
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.scaler.load_state_dict(state["scaler"])
+    return progress
+
+
+def open_run_directory(cfg, chosen: str | None, progress: Progress) -> MetricsLog:
+    """On rank 0, once all is checked: set aside what lies beyond the step that we go on from."""
+    directory = Path(cfg.checkpoint_dir)
+    for manifest in manifests(cfg):
+        if chosen and manifest.resolve() == Path(chosen).with_suffix(".json").resolve():
+            break
+        manifest.unlink()  # damaged, or given up with --overwrite
+        if cfg.overwrite:
+            manifest.with_suffix(".pt").unlink(missing_ok=True)
+    for leftover in directory.glob(".*.tmp"):
+        leftover.unlink()
+    write_text(directory / "config.yaml", config_as_yaml(cfg))
+    return MetricsLog(cfg, progress.global_step)
+
+
+def write_status(run: "Run", progress: Progress, state: str, reason: str = "") -> None:
+    """status.json tells programs how a run stands: running, finished, stopped or failed."""
+    if run.world.rank == 0:
+        status = {"state": state, "global_step": progress.global_step, "reason": reason}
+        write_text(Path(run.cfg.checkpoint_dir, "status.json"), json.dumps(status, indent=1))
+
+
+# ----------------------------------------------------------------------------------- TRAINING
+
+
+@dataclass
+class Run:
+    """What build_run() puts together for the functions below."""
+
+    cfg: argparse.Namespace
+    world: World
+    spec: DataSpec
+    sampler: MicroBatchSampler
+    train_loader: DataLoader
+    test_loader: DataLoader
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ddp: nn.Module | None = None  # the model, its gradients averaged over the ranks
+    log: MetricsLog | None = None  # on rank 0
+
+    def order(self) -> dict[str, int]:
+        """What decides which samples a step consumes."""
+        names = ("samples", "seed", "global_batch_size", "steps_per_epoch")
+        return {name: getattr(self.sampler, name) for name in names}
+
+
+def build_run(cfg: argparse.Namespace, world: World) -> Run:
+    """Data, model and optimizer. Collective: every rank."""
+    train_set, test_set, spec = get_datasets(cfg, world)
+    sampler = on_every_rank(world, MicroBatchSampler, len(train_set), cfg, world)
+    # Every test sample once, without the padding of DistributedSampler: rank r takes r, r + W ...
+    mine = range(world.rank, len(test_set), world.world_size)
+    test_sampler = BatchSampler(mine, cfg.batch_size, drop_last=False)
+    model = on_every_rank(world, place_model, cfg, world, spec)
+    return Run(
+        cfg=cfg,
+        world=world,
+        spec=spec,
+        sampler=sampler,
+        train_loader=get_dataloader(cfg, world, train_set, sampler),
+        test_loader=get_dataloader(cfg, world, test_set, test_sampler),
+        model=model,
+        optimizer=build_optimizer(cfg, model),
+        scaler=torch.amp.GradScaler(world.device.type, enabled=cfg.amp == "fp16"),
+    )
+
+
+def wrap_ddp(run: Run) -> nn.Module:
+    """DistributedDataParallel averages gradients over the ranks while backward still runs."""
+    if run.world.world_size == 1:
+        return run.model
+    return DistributedDataParallel(
+        run.model,
+        device_ids=[run.world.device] if run.world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copies
+        # For one backward pass a step and a model that uses all its parameters in each of them.
+        static_graph=run.sampler.cuts == run.world.world_size and not run.cfg.compile,
+    )
+
+
+def tune(cfg: argparse.Namespace, world: World) -> None:
+    """Settings of this process, for speed or for repeatable results."""
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+    elif world.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # shapes stay the same: try the algorithms once
+    if world.device.type == "cpu":
+        if cfg.amp == "fp16":
+            raise UserError("--amp fp16 needs a GPU: use --amp bf16")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(world.cores)
+        # glibc returns each large activation to the kernel and faults it in again, page by page,
+        # in the next step: the largest single cost of a small network on a CPU. Let it keep them.
+        if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+            m_trim_threshold, m_mmap_max = -1, -4
+            libc.mallopt(m_trim_threshold, 2**31 - 1)
+            libc.mallopt(m_mmap_max, 0)
+
+
+def listen_for_stop() -> list[str]:
+    """A list that gets the name of a signal that asks to stop. A second Ctrl-C ends at once."""
+    heard: list[str] = []
+
+    def on_signal(number: int, _frame) -> None:
+        if heard and number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        heard.append(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, on_signal)
+    return heard
+
+
+def autocast(cfg: argparse.Namespace, device: torch.device) -> torch.autocast:
+    dtype = torch.float16 if cfg.amp == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=cfg.amp != "off")
+
+
+def reseed(device: torch.device, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed() would visit every backend
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+def train_step(run: Run, batches, step: int, global_step: int, sums: Sums) -> float:
+    """One optimizer step: this rank's micro-batches forward and backward, then the update.
+
+    DDP averages gradients over W ranks in the last backward pass. Every loss is a sum, scaled by
+    W / samples in the step: so the average is the exact mean over these samples, however unevenly
+    the ranks share them. Returns the seconds spent waiting for data.
+    """
+    cfg, world, sampler, device = run.cfg, run.world, run.sampler, run.world.device
+    waited = 0.0
+    for micro in sampler.mine:
+        began = time.perf_counter()
+        images, labels, ids = next(batches)
+        waited += time.perf_counter() - began
+        begin, end = sampler.bounds(step, micro)
+        weight = world.world_size / sampler.step_size(step) if end > begin else 0.0
+        reseed(device, mix(cfg.seed, "dropout", global_step, micro))
+        more_to_come = world.world_size > 1 and micro != sampler.mine[-1]
+        with run.ddp.no_sync() if more_to_come else nullcontext():
+            with autocast(cfg, device):
+                logits = run.ddp(prepare(images, cfg, run.spec, device))
+                labels = labels.to(device, non_blocking=True)
+                loss_sum = F.cross_entropy(logits, labels, reduction="sum")
+            run.scaler.scale(loss_sum * weight).backward()
+        if end > begin:
+            sums.add(loss_sum, logits, labels)
+            if cfg.record_samples:
+                record_samples(run, [global_step, micro, ids.tolist()])
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(cfg, global_step, sampler.steps_per_epoch)
+    if cfg.clip_grad_norm:
+        run.scaler.unscale_(run.optimizer)
+        nn.utils.clip_grad_norm_(run.model.parameters(), cfg.clip_grad_norm)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    return waited
+
+
+def record_samples(run: Run, record: list) -> None:
+    path = Path(run.cfg.checkpoint_dir, "logs", f"samples_rank{run.world.rank}.jsonl")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def train_epoch(run: Run, progress: Progress, heard: list[str]) -> bool:
+    """From progress.global_step to the end of its epoch. Collective: every rank.
+
+    Returns whether anybody asked to stop: the same on all ranks, after the same step.
+    """
+    cfg, sampler = run.cfg, run.sampler
+    epoch, first = divmod(progress.global_step, sampler.steps_per_epoch)
+    sampler.set_epoch(epoch, first)
+    run.model.train()
+    sums, before, waited = Sums(run.world.device), progress.sums, 0.0
+    began = logged = (time.perf_counter(), 0.0, before[2])
+    batches = iter(run.train_loader)
+    quiet = run.world.rank != 0 or not sys.stderr.isatty()
+    bar = tqdm(total=sampler.steps_per_epoch, initial=first, disable=quiet, leave=False)
+    for step in range(first, sampler.steps_per_epoch):
+        waited += train_step(run, batches, step, progress.global_step, sums)
+        progress.global_step += 1
+        bar.update()
+        last = step + 1 == sampler.steps_per_epoch
+        log = last or progress.global_step % cfg.log_every_steps == 0
+        save = not last and progress.global_step % (cfg.checkpoint_every_steps or math.inf) == 0
+        stop = progress.global_step == cfg.stop_at_step
+        if not (log or save or stop):
+            continue
+        # The wish to stop rides along with the sums, so all ranks learn of it after the same step.
+        *reduced, wishes = sums.over_all_ranks(run.world, bool(heard))
+        progress.sums = [a + b for a, b in zip(before, reduced)]
+        now = (time.perf_counter(), waited, progress.sums[2])
+        if log:
+            log_interval(run, progress, speed(logged, now), bar)
+            logged = now
+        if stop := stop or wishes > 0:
+            break
+        if save:
+            save_checkpoint(run, progress, f"checkpoint_step_{progress.global_step}")
+    bar.close()
+    if last:
+        end_epoch(run, progress, speed(began, now))
+    return stop
+
+
+def speed(begin: tuple, end: tuple) -> dict[str, float]:
+    """Between two points (time, seconds waited for data, samples)."""
+    seconds, waited, samples = (b - a for a, b in zip(begin, end))
+    return {"samples_per_second": samples / seconds, "data_wait": waited / seconds}
+
+
+def log_interval(run: Run, progress: Progress, pace: dict[str, float], bar: tqdm) -> None:
+    """A record for the steps since the last one."""
+    loss, correct, samples = (a - b for a, b in zip(progress.sums, progress.logged))
+    progress.logged = progress.sums
+    if not run.log:
+        return
+    values = {"loss": loss / samples, "accuracy": correct / samples}
+    values["lr"] = run.optimizer.param_groups[0]["lr"]
+    run.log.write("train", progress.global_step, **values, **pace)
+    text = f"loss {values['loss']:.4f}, {pace['samples_per_second']:.0f} samples/s"
+    bar.set_postfix_str(text)
+    if bar.disable:
+        print(f"  step {progress.global_step}: {text}", flush=True)
+
+
+def end_epoch(run: Run, progress: Progress, pace: dict[str, float]) -> None:
+    """Evaluate and tell. Collective: every rank."""
+    loss, correct, samples = progress.sums
+    progress.sums = progress.logged = [0.0, 0.0, 0.0]
+    test_loss, test_correct, test_samples, _ = evaluate(run)
+    if not run.log:
+        return
+    epoch = progress.global_step // run.sampler.steps_per_epoch
+    values = {"loss": loss / samples, "accuracy": correct / samples}
+    test = {"test_loss": test_loss / test_samples, "test_accuracy": test_correct / test_samples}
+    run.log.write("epoch", progress.global_step, epoch=epoch, **values, **test, **pace)
+    print(
+        f"Epoch {epoch} - Avg Loss: {values['loss']:.6f}, Accuracy: {values['accuracy']:.2%}, "
+        f"Test Loss: {test['test_loss']:.6f}, Test Accuracy: {test['test_accuracy']:.2%} "
+        f"of {test_samples:.0f} | {pace['samples_per_second']:.0f} samples/s, "
+        f"{pace['data_wait']:.1%} waiting for data",
+        flush=True,
+    )
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> list[float]:
+    """[loss, correct, samples, _] summed over the test set. Collective: every rank.
+
+    The ranks may have different numbers of batches, so nothing in the loop may be collective:
+    hence the model itself, not its DDP wrapper.
+    """
+    if run.world.world_size > 1:
+        for buffer in run.model.buffers():  # BatchNorm: all evaluate what rank 0 will save
+            dist.broadcast(buffer, src=0)
+    run.model.eval()
+    device, sums = run.world.device, Sums(run.world.device)
+    for images, labels, _ in run.test_loader:
+        labels = labels.to(device, non_blocking=True)
+        with autocast(run.cfg, device):
+            logits = run.model(prepare(images, run.cfg, run.spec, device))
+            sums.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
+    return sums.over_all_ranks(run.world)
+
+
+# --------------------------------------------------------------------------------------- MAIN
+
+
+def train(cfg: argparse.Namespace, world: World) -> None:
+    """The whole run: resume, train epoch by epoch, save. Collective: every rank."""
+    on_every_rank(world, tune, cfg, world)
+    chosen = on_every_rank(world, choose_checkpoint if world.rank == 0 else lambda _: None, cfg)
+    chosen = gather(world, chosen)[0]
+    state = on_every_rank(world, load_checkpoint, chosen, cfg) if chosen else None
+    run = build_run(cfg, world)
+    progress = on_every_rank(world, restore, state, run) if chosen else Progress()
+    total = cfg.epochs * run.sampler.steps_per_epoch
+    goal = min(total, cfg.stop_at_step or total)
+    if world.rank == 0:
+        print_plan(run, chosen, progress, goal)
+    if progress.global_step >= goal:
+        return
+    opening = [open_run_directory, cfg, chosen, progress] if world.rank == 0 else [lambda: None]
+    run.log = on_every_rank(world, *opening)
+    run.ddp = wrap_ddp(run)
+    heard, stop = listen_for_stop(), False
+    write_status(run, progress, "running")
+    try:
+        while progress.global_step < total and not stop:
+            stop = train_epoch(run, progress, heard)
+            epoch, rest = divmod(progress.global_step, run.sampler.steps_per_epoch)
+            name = f"step_{progress.global_step}" if rest else f"epoch_{epoch}"
+            save_checkpoint(run, progress, f"checkpoint_{name}")
+    except BaseException as error:
+        write_status(run, progress, "failed", f"{type(error).__name__}: {error}")
+        raise
+    finished = progress.global_step >= total
+    write_status(run, progress, "finished" if finished else "stopped", " ".join(heard))
+    if world.rank == 0:
+        how = "Finished" if finished else "Stopped as asked; the same command goes on"
+        print(f"{how}: step {progress.global_step} of {total}, saved in {cfg.checkpoint_dir}")
+
+
+def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> None:
+    """The batch equation in words, and where the run begins."""
+    cfg, sampler, ranks = run.cfg, run.sampler, run.world.world_size
+    each = sorted({sampler.cuts // ranks, -(-sampler.cuts // ranks)})
+    print(
+        f"Global batch {cfg.global_batch_size} = {sampler.cuts} micro-batches of {cfg.batch_size}, "
+        f"{' or '.join(map(str, each))} on each of {ranks} ranks; {sampler.steps_per_epoch} steps "
+        f"per epoch of {sampler.samples} samples"
+    )
+    if progress.global_step >= goal:
+        print(f"Nothing to do: {chosen} is at step {progress.global_step} of {goal}. Want more --epochs?")
+    elif chosen:
+        print(f"Resuming from {chosen} at step {progress.global_step}")
+    sys.stdout.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    # Until training listens for it, Ctrl-C simply ends the process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        cfg = parse_config(sys.argv[1:] if argv is None else argv)
+        if cfg.print_config:
+            print(config_as_yaml(cfg), end="")
+            return 0
+        train(cfg, setup_distributed(cfg))
+    except UserError as error:
+        # Before the ranks have met, each of them finds the same mistake: one a node speaks.
+        local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+        if dist.is_initialized() or local_rank == "0":
+            print(f"train_distributed.py: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    if dist.is_initialized():
+        dist.destroy_process_group()  # only after success: else it might wait for the dead
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
