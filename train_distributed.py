@@ -8,17 +8,18 @@
 Every option: --help. The same names serve in a file: --config configs/default_config.yaml.
 
 A step consumes --global-batch-size samples, cut into micro-batches of --batch-size. The pair (step,
-micro-batch) alone decides which samples a micro-batch holds, how they are augmented and what dropout
-drops. The ranks only divide the micro-batches among themselves, so 2 GPUs, 3 GPUs, or a run that was
-stopped and resumed, all train on the same batches in the same order. Hence one number, global_step,
-says where a run is, and there is no random state to save.
+micro-batch) alone decides which samples a micro-batch holds, how they are augmented, and what
+dropout drops. The ranks only divide the micro-batches among themselves. So 2 GPUs, 3 GPUs, or a run
+that was stopped and resumed, all train on the same batches in the same order; one number,
+global_step, says where a run is, and there is no random state to save.
 
 Writes to --checkpoint-dir (one directory = one run): checkpoint_epoch_N.pt, checkpoint_step_N.pt, a
 manifest .json beside each, config.yaml, metrics.jsonl, status.json.
 Exit code: 0 finished, or stopped on request with all saved; 2 a mistake in what was asked, told in
 one sentence; 1 anything else (torchrun turns every failure into 1).
 
-Sections: OPTIONS, DISTRIBUTED, MODEL, DATA, METRICS, CHECKPOINTS, TRAINING, MAIN.
+Sections: OPTIONS, DISTRIBUTED, MODEL, DATA, METRICS, CHECKPOINTS, TRAINING, MAIN, ROLL CALL.
+The heart: MicroBatchSampler, train_step(), train_epoch(), save_checkpoint().
 Make it yours: your model in build_model(), your data in get_datasets().
 """
 
@@ -40,7 +41,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -53,7 +54,14 @@ import torchvision
 import yaml
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_convert
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    Sampler,
+    TensorDataset,
+    default_convert,
+)
 from torchvision import transforms
 from tqdm import tqdm
 
@@ -271,6 +279,7 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
     device = torch.device("cuda", index) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)  # before anything collective, or all ranks sit on GPU 0 too
+    world = replace(world, device=device, cores=take_cores(world, pin=not gpus))
     backend = cfg.distributed_backend or ("nccl" if gpus else "gloo")
     card = {
         "host": socket.gethostname(),
@@ -296,138 +305,24 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
         dist.all_reduce(total)
         if total.item() != world.world_size:
             raise RuntimeError(f"first all_reduce gave {total.item()}, not {world.world_size}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if "RANK" in os.environ or cores == os.cpu_count():  # else srun gave each task its own
-        cores = max(1, cores // world.local_world_size)
-    return replace(world, device=device, cores=cores)
+    return world
 
 
-def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Store | None:
-    """Meet at a store on the master, where rank 0 checks all cards. Collective: every rank.
+def take_cores(world: World, pin: bool) -> int:
+    """How many CPU cores are this rank's own; pinned, it keeps to them.
 
-    A store with a time limit answers where a collective hangs, so whoever is missing can be named.
+    srun binds each task to cores of its own. torchrun lets all ranks roam over all cores, where
+    ranks that compute on the CPU get in each other's way.
     """
-    if world.world_size == 1:
-        end_on(check_cards([card], cfg))
-        announce([card])
-        return None
-    where = f"{world.master_addr}:{world.master_port}"
-    deadline = time.monotonic() + cfg.init_timeout
-
-    def wait_for(key: str, grace: float = 0.0) -> str | None:
-        while not store.check([key]):
-            if time.monotonic() > deadline + grace:
-                return None
-            time.sleep(0.05)
-        return store.get(key).decode()
-
-    with ends_after(cfg.init_timeout + 10, f"no store answers at {where}: set another MASTER_PORT"):
-        try:
-            store = connect_store(world, cfg.init_timeout)
-            # Whoever dials the port could join: the job's name keeps strays of other jobs out.
-            if world.rank == 0:
-                store.set("job", world.job)
-            if (job := wait_for("job")) not in (None, world.job):
-                raise UserError(f"job {world.job} dialled {where} of job {job}: set MASTER_PORT")
-            store.set(f"card/{world.rank}", json.dumps(card))
-            if world.rank == 0:
-                cards = [json.loads(wait_for(f"card/{r}") or "null") for r in range(world.world_size)]
-                store.set("problem", problem := check_cards(cards, cfg))
-                announce(cards) if not problem else time.sleep(0.5)  # the others read it from us
-            problem = wait_for("problem", grace=5)
-        except dist.DistError as error:
-            raise UserError(
-                f"rank {world.rank} on {card['host']} has no store at {where} ({error}): "
-                "did rank 0 start, is MASTER_PORT free, no firewall?"
-            ) from None
-    end_on("rank 0 did not start: see its log" if problem is None else problem, world.rank)
-    return dist.PrefixStore("group", store)
-
-
-def connect_store(world: World, timeout: float) -> dist.Store:
-    """Rank 0 serves the store, unless torchrun's agent does already; the others dial it."""
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        world.master_addr,
-        world.master_port,
-        is_master=world.rank == 0 and not is_agents,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
-    # torchrun restarts workers against the same store, so each attempt has keys of its own.
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-
-
-@contextmanager
-def ends_after(seconds: float, problem: str):
-    """End the process, wherever it hangs, should the block take longer."""
-
-    def end() -> None:
-        print(f"train_distributed.py: error: {problem}", file=sys.stderr, flush=True)
-        os._exit(2)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def check_cards(cards: list[dict | None], cfg: argparse.Namespace) -> str:
-    """What is wrong with the ranks that came, in one sentence; "" if nothing is."""
-    hosts = ranks_by_host(cards)
-    if missing := [rank for rank, card in enumerate(cards) if card is None]:
-        return (
-            f"ranks {spans(missing)} of {len(cards)} did not start within {cfg.init_timeout:.0f} s:"
-            f" see their logs (here: {', '.join(f'{spans(r)} on {h}' for h, r in hosts.items())})"
-        )
-    for rank, card in enumerate(cards):
-        for what in list(card)[2:]:
-            if card[what] != (mine := cards[0][what]):
-                return f"rank {rank} on {card['host']} has {what} {card[what]}, rank 0 has {mine}"
-    for host, ranks in hosts.items():
-        gpus = len({cards[rank]["gpu"] for rank in ranks})
-        if cards[0]["backend"] == "nccl" and gpus < len(ranks):
-            return (
-                f"Duplicate GPU detected: on {host}, ranks {spans(ranks)} share {gpus} visible GPU(s):"
-                f" start {gpus} process(es) there, or ask for {len(ranks)} GPUs"
-            )
-        if cfg.gpus_per_node not in (None, len(ranks)):
-            return f"--gpus-per-node {cfg.gpus_per_node}, but {host} runs {len(ranks)} process(es)"
-    if cfg.nodes not in (None, len(hosts)):
-        return f"--nodes {cfg.nodes}, but this job runs on {len(hosts)}: {', '.join(hosts)}"
-    return ""
-
-
-def ranks_by_host(cards: list[dict | None]) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for rank, card in enumerate(cards):
-        if card:
-            hosts.setdefault(card["host"], []).append(rank)
-    return hosts
-
-
-def spans(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> '0-2,5'"""
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends))
-
-
-def announce(cards: list[dict]) -> None:
-    hosts, backend = ranks_by_host(cards), cards[0]["backend"]
-    sizes = sorted({len(ranks) for ranks in hosts.values()})
-    nodes = f"{len(hosts)} node{'s' * (len(hosts) > 1)} x {' or '.join(map(str, sizes))}"
-    print(f"Starting distributed training on {len(cards)} processes ({nodes})")
-    print(f"Master node: {cards[0]['host']}")
-    for host, ranks in hosts.items():
-        print(f"  {host}: ranks {spans(ranks)} on {cards[0]['device']}")
-    if backend == "nccl":
-        backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
-    versions = f"PyTorch {torch.__version__}, Python {platform.python_version()}, {backend}"
-    print(versions, flush=True)
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return max(1, os.cpu_count() // world.local_world_size)
+    cores, ranks = sorted(os.sched_getaffinity(0)), world.local_world_size
+    if "RANK" in os.environ or len(cores) == os.cpu_count():
+        begin, end = (len(cores) * n // ranks for n in (world.local_rank, world.local_rank + 1))
+        cores = cores[begin:end]
+        if cores and pin:
+            os.sched_setaffinity(0, cores)
+    return max(1, len(cores))
 
 
 def end_on(problem: str | None, rank: int = 0) -> None:
@@ -453,7 +348,7 @@ def on_every_rank(world: World, function, *arguments):
     try:
         result = function(*arguments)
     except UserError as error:
-        problem = str(error)
+        problem = f"rank {world.rank} on {socket.gethostname()}: " * (world.rank > 0) + str(error)
     end_on(next(filter(None, gather(world, problem)), None), world.rank)
     return result
 
@@ -573,8 +468,8 @@ def get_datasets(cfg: argparse.Namespace, world: World):
 def mnist(cfg: argparse.Namespace):
     """MNIST or Fashion-MNIST in --data-dir, or the sample of MNIST that ships beside this file."""
     train, test = (read_mnist(cfg, train) for train in (True, False))
-    shift_seed = cfg.seed if cfg.augment else None
-    train_set = InMemoryImages(train.data[:, None], train.targets, shift_seed)
+    train_set = InMemoryImages(train.data[:, None], train.targets)
+    train_set.shift_seed = cfg.seed if cfg.augment else None
     channels = 1 if cfg.model == "simple_convnet" else 3  # torchvision's models expect colour
     mean, std = (0.2860, 0.3530) if cfg.dataset == "fashion_mnist" else (0.1307, 0.3081)
     spec = DataSpec(channels, cfg.image_size or 28, 10, (mean,), (std,))
@@ -608,25 +503,27 @@ def image_folder(cfg: argparse.Namespace):
     random = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
     sets = []
     for name, steps in (("train", random if cfg.augment else plain), ("val", plain)):
+        steps = transforms.Compose([*steps, transforms.PILToTensor()])
         try:
-            folder = torchvision.datasets.ImageFolder(Path(cfg.data_dir, name))
+            sets.append(FolderImages(Path(cfg.data_dir, name), steps, loader=decode))
         except OSError as error:
             problem = f"--data-dir {cfg.data_dir} needs {name}/CLASS/IMAGE files"
             raise UserError(f"{problem} ({error})") from None
-        steps = transforms.Compose([*steps, transforms.PILToTensor()])
-        sets.append(FolderImages(folder, steps, cfg.seed))
-    if odd := set(sets[0].folder.classes) ^ set(sets[1].folder.classes):
+    train, val = sets
+    train.seed = cfg.seed
+    if odd := set(train.classes) ^ set(val.classes):
         raise UserError(f"train and val of {cfg.data_dir} differ in the classes {sorted(odd)}")
-    return *sets, DataSpec(3, size, len(sets[0].folder.classes), *IMAGENET_SCALE)
+    return train, val, DataSpec(3, size, len(train.classes), *IMAGENET_SCALE)
 
 
 def synthetic(cfg: argparse.Namespace):
-    """Random images in the shape of ImageNet: for benchmarks, and to try a launcher without data."""
-    size, generator = cfg.image_size or 224, torch.Generator().manual_seed(cfg.seed)
-    images = torch.randint(0, 256, (64, 3, size, size), generator=generator, dtype=torch.uint8)
-    labels = torch.randint(0, 1000, (cfg.synthetic_samples,), generator=generator)
+    """Random images in the shape of ImageNet: for benchmarks, and to try things without data."""
+    n, size = cfg.synthetic_samples, cfg.image_size or 224
+    generator = torch.Generator().manual_seed(cfg.seed)
+    images = torch.randint(0, 256, (n, 3, size, size), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, 1000, (n,), generator=generator)
     spec = DataSpec(3, size, 1000, *IMAGENET_SCALE)
-    return InMemoryImages(images, labels), InMemoryImages(images, labels[:256]), spec
+    return InMemoryImages(images, labels), InMemoryImages(images[:256], labels[:256]), spec
 
 
 SAMPLE = Path(__file__).resolve().parent / "data" / "mnist_sample"
@@ -634,31 +531,26 @@ DATASETS = {"mnist_sample": mnist, "mnist": mnist, "fashion_mnist": mnist}
 DATASETS |= {"imagefolder": image_folder, "synthetic": synthetic}
 
 
-class InMemoryImages(Dataset):
-    """Images and labels as tensors: a micro-batch is gathered at once, not image by image.
+class InMemoryImages(TensorDataset):
+    """images uint8 [n, c, height, width] and labels int64 [n]: a micro-batch is gathered at once.
 
-    images: uint8 [n, c, height, width]; labels: int64 [m], m >= n (images are used in turn). With a
-    seed, each image is shifted by up to 2 pixels, drawn from (seed, epoch, sample).
+    With shift_seed, each image moves by up to 2 pixels, drawn from (seed, epoch, sample).
     """
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, shift_seed: int | None = None):
-        self.images, self.labels, self.shift_seed = images, labels, shift_seed
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    shift_seed: int | None = None
 
     def to(self, device: torch.device) -> None:
-        self.images, self.labels = self.images.to(device), self.labels.to(device)
+        self.tensors = tuple(tensor.to(device) for tensor in self.tensors)
 
     def __getitems__(self, keys: list[int]):
         """keys (see MicroBatchSampler) -> uint8 [b, c, height, width], int64 [b], ids int64 [b]"""
         ids = torch.tensor(keys) % len(self)
-        rows = ids.to(self.labels.device, non_blocking=True)
-        images = self.images[rows % len(self.images)]
+        rows = ids.to(self.tensors[0].device, non_blocking=True)
+        images, labels = (tensor[rows] for tensor in self.tensors)
         if self.shift_seed is not None:
             by = epoch_shifts(self.shift_seed, keys[0] // len(self), len(self))[ids]
             images = shift(images, by.to(images.device, non_blocking=True))
-        return images, self.labels[rows], ids
+        return images, labels, ids
 
 
 @functools.lru_cache(maxsize=1)
@@ -678,25 +570,23 @@ def shift(images: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return F.pad(images, (2, 2, 2, 2))[arange(b)[:, None, None], :, rows, cols].movedim(-1, 1)
 
 
-class FolderImages(Dataset):
-    """Image files, decoded one by one by the loader's workers."""
+class FolderImages(torchvision.datasets.ImageFolder):
+    """Image files, decoded one by one in the loader's workers."""
 
-    def __init__(self, folder: torchvision.datasets.ImageFolder, transform, seed: int):
-        self.folder, self.transform, self.seed = folder, transform, seed
-
-    def __len__(self) -> int:
-        return len(self.folder)
+    seed: int = 0
 
     def __getitem__(self, key: int):
         """key (see MicroBatchSampler) -> uint8 [3, size, size], label, id"""
         epoch, index = divmod(key, len(self))
-        path, label = self.folder.samples[index]
-        try:
-            image = self.folder.loader(path)
-        except Exception as error:
-            raise UserError(f"cannot decode {path} ({error}): replace or remove it") from None
         torch.default_generator.manual_seed(mix(self.seed, "augment", epoch, index))
-        return self.transform(image), label, index
+        return *super().__getitem__(index), index
+
+
+def decode(path: str):
+    try:
+        return torchvision.datasets.folder.default_loader(path)
+    except Exception as error:
+        raise UserError(f"cannot decode {path} ({error}): replace or remove it") from None
 
 
 def mix(*numbers) -> int:
@@ -709,7 +599,7 @@ class MicroBatchSampler(Sampler):
     """The micro-batches of this rank; stands where DistributedSampler stands.
 
     One permutation per epoch, from (seed, epoch). Step s takes the next G samples of it, the last
-    step what is left: none is lost, none used twice. A step is cut into C = G / b micro-batches, and
+    step what is left: none is lost, none used twice. A step is cut into C = G / b micro-batches;
     rank r of W holds those from C * r // W up to C * (r + 1) // W.
 
     Yields lists of keys; key = epoch * samples + sample id. So the loader's workers, which outlive
@@ -721,15 +611,15 @@ class MicroBatchSampler(Sampler):
         self.samples, self.seed = samples, cfg.seed
         self.global_batch_size = cfg.global_batch_size
         total, each = cfg.global_batch_size, cfg.batch_size
-        self.cuts, rest = divmod(total, each)
+        self.per_step, rest = divmod(total, each)
         if rest:
             raise UserError(f"global batch size {total} is no multiple of batch size {each}")
-        if self.cuts < world.world_size:
+        if self.per_step < world.world_size:
             raise UserError(
-                f"global batch size {total} is {self.cuts} micro-batches of {each}, too few for "
+                f"global batch size {total} is {self.per_step} micro-batch(es) of {each} for "
                 f"{world.world_size} ranks: lower --batch-size or raise --global-batch-size"
             )
-        first, end = (self.cuts * r // world.world_size for r in (world.rank, world.rank + 1))
+        first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.mine = range(first, end)
         short_step = samples % total > 0 and not cfg.drop_last
         self.steps_per_epoch = samples // total + short_step
@@ -746,7 +636,7 @@ class MicroBatchSampler(Sampler):
     def bounds(self, step: int, micro: int) -> tuple[int, int]:
         """Begin and end of a micro-batch in the epoch's order. A short step is cut evenly too."""
         start, size = step * self.global_batch_size, self.step_size(step)
-        return start + size * micro // self.cuts, start + size * (micro + 1) // self.cuts
+        return start + size * micro // self.per_step, start + size * (micro + 1) // self.per_step
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(mix(self.seed, "order", self.epoch))
@@ -822,7 +712,7 @@ class MetricsLog:
         # Steps after the checkpoint are trained again: their records go.
         lines = path.read_text().splitlines() if path.exists() else []
         kept = "".join(f"{line}\n" for line in lines if step_in(line) <= global_step)
-        write_durably(path, lambda file: file.write(kept.encode()))
+        write_text(path, kept)
         self.file, self.board, self.run = path.open("a"), None, None
         if cfg.tensorboard:
             board = load_optional("torch.utils.tensorboard", "tensorboard").SummaryWriter
@@ -833,7 +723,8 @@ class MetricsLog:
             self.run = load_optional("wandb", "wandb").init(config=vars(cfg), **options)
 
     def write(self, kind: str, step: int, **values: float) -> None:
-        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        record = {"kind": kind, "step": step, "time": time.time(), **values}
+        self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         for name, value in values.items() if self.board else ():
             self.board.add_scalar(f"{kind}/{name}", value, step)
@@ -875,7 +766,7 @@ class Progress:
 
 
 def write_durably(path: Path, write) -> None:
-    """write(file) to a temporary file that takes path's place once it is on disk: all or nothing."""
+    """write(file) to a temporary file that replaces path once it is on disk: all or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -1006,7 +897,9 @@ def restore(state: dict, run: "Run") -> Progress:
     if old != new:
         epochs, rest = divmod(progress.global_step, old["steps_per_epoch"])
         if rest:
-            raise UserError("batch and seed may change between epochs only: resume at the end of one")
+            raise UserError(
+                "batch and seed may change between epochs only: resume at the end of one"
+            )
         progress.global_step = epochs * new["steps_per_epoch"]
     try:
         run.model.load_state_dict(state["model"])
@@ -1094,7 +987,7 @@ def wrap_ddp(run: Run) -> nn.Module:
         device_ids=[run.world.device] if run.world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copies
         # For one backward pass a step and a model that uses all its parameters in each of them.
-        static_graph=run.sampler.cuts == run.world.world_size and not run.cfg.compile,
+        static_graph=run.sampler.per_step == run.world.world_size and not run.cfg.compile,
     )
 
 
@@ -1331,17 +1224,17 @@ def train(cfg: argparse.Namespace, world: World) -> None:
 
 def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> None:
     """The batch equation in words, and where the run begins."""
-    cfg, sampler, ranks = run.cfg, run.sampler, run.world.world_size
-    each = sorted({sampler.cuts // ranks, -(-sampler.cuts // ranks)})
+    sampler, ranks, step = run.sampler, run.world.world_size, progress.global_step
+    each = sorted({sampler.per_step // ranks, -(-sampler.per_step // ranks)})
     print(
-        f"Global batch {cfg.global_batch_size} = {sampler.cuts} micro-batches of {cfg.batch_size}, "
-        f"{' or '.join(map(str, each))} on each of {ranks} ranks; {sampler.steps_per_epoch} steps "
-        f"per epoch of {sampler.samples} samples"
+        f"Global batch {run.cfg.global_batch_size} = {sampler.per_step} micro-batches of "
+        f"{run.cfg.batch_size}, {' or '.join(map(str, each))} on each of {ranks} ranks; "
+        f"{sampler.steps_per_epoch} steps per epoch of {sampler.samples} samples"
     )
-    if progress.global_step >= goal:
-        print(f"Nothing to do: {chosen} is at step {progress.global_step} of {goal}. Want more --epochs?")
+    if step >= goal:
+        print(f"Nothing to do: {chosen} is at step {step} of {goal}; more --epochs would extend it")
     elif chosen:
-        print(f"Resuming from {chosen} at step {progress.global_step}")
+        print(f"Resuming from {chosen} at step {step}")
     sys.stdout.flush()
 
 
@@ -1363,6 +1256,132 @@ def main(argv: list[str] | None = None) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()  # only after success: else it might wait for the dead
     return 0
+
+
+# ---------------------------------------------------------------------------------- ROLL CALL
+# Finding out at the start who is missing or strange. Skip it at first reading.
+
+
+def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Store | None:
+    """Meet at a store on the master, where rank 0 checks all cards. Collective: every rank.
+
+    A store with a time limit answers where a collective hangs, so whoever is missing can be named.
+    """
+    if world.world_size == 1:
+        end_on(check_cards([card], cfg))
+        announce([card])
+        return None
+    here, deadline = f"{world.master_addr}:{world.master_port}", time.monotonic() + cfg.init_timeout
+    watchdog = threading.Timer(cfg.init_timeout + 10, give_up, [f"{here} is not a store of ours"])
+    watchdog.daemon = True
+    watchdog.start()
+
+    def wait_for(key: str, grace: float = 0.0) -> str | None:
+        while not store.check([key]):
+            if time.monotonic() > deadline + grace:
+                return None
+            time.sleep(0.05)
+        return store.get(key).decode()
+
+    try:
+        store = connect_store(world, cfg.init_timeout)
+        # Whoever dials the port could join: the job's name keeps strays of other jobs out.
+        if world.rank == 0:
+            store.set("job", world.job)
+        if (job := wait_for("job")) not in (None, world.job):
+            raise UserError(f"job {world.job} dialled {here} of job {job}: set another MASTER_PORT")
+        store.set(f"card/{world.rank}", json.dumps(card))
+        if world.rank == 0:
+            cards = [json.loads(wait_for(f"card/{r}") or "null") for r in range(world.world_size)]
+            store.set("problem", problem := check_cards(cards, cfg))
+            announce(cards) if not problem else time.sleep(0.5)  # the others read it from us
+        problem = wait_for("problem", grace=5)
+    except dist.DistError as error:
+        raise UserError(
+            f"rank {world.rank} on {card['host']} has no store at {here} ({error}): "
+            "did rank 0 start, is MASTER_PORT free, no firewall?"
+        ) from None
+    finally:
+        watchdog.cancel()
+    end_on("rank 0 did not start: see its log" if problem is None else problem, world.rank)
+    return dist.PrefixStore("group", store)
+
+
+def connect_store(world: World, timeout: float) -> dist.Store:
+    """Rank 0 serves the store, unless torchrun's agent does already; the others dial it."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        world.master_addr,
+        world.master_port,
+        is_master=world.rank == 0 and not is_agents,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+    # torchrun restarts workers against the same store, so each attempt has keys of its own.
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+def check_cards(cards: list[dict | None], cfg: argparse.Namespace) -> str:
+    """What is wrong with the ranks that came, in one sentence; "" if nothing is."""
+    hosts = ranks_by_host(cards)
+    if missing := [rank for rank, card in enumerate(cards) if card is None]:
+        return (
+            f"ranks {spans(missing)} of {len(cards)} did not start within {cfg.init_timeout:.0f} s:"
+            f" see their logs (here: {', '.join(f'{spans(r)} on {h}' for h, r in hosts.items())})"
+        )
+    for rank, card in enumerate(cards):
+        for what in list(card)[2:]:
+            if card[what] != (mine := cards[0][what]):
+                return f"rank {rank} on {card['host']} has {what} {card[what]}, rank 0 has {mine}"
+    for host, ranks in hosts.items():
+        gpus = len({cards[rank]["gpu"] for rank in ranks})
+        if cards[0]["backend"] == "nccl" and gpus < len(ranks):
+            return (
+                f"Duplicate GPU detected: on {host}, ranks {spans(ranks)} share {gpus} visible "
+                f"GPU(s): start {gpus} process(es) there, or ask for {len(ranks)} GPUs"
+            )
+        if cfg.gpus_per_node not in (None, len(ranks)):
+            return f"--gpus-per-node {cfg.gpus_per_node}, but {host} runs {len(ranks)} process(es)"
+    if cfg.nodes not in (None, len(hosts)):
+        return f"--nodes {cfg.nodes}, but this job runs on {len(hosts)}: {', '.join(hosts)}"
+    return ""
+
+
+def ranks_by_host(cards: list[dict | None]) -> dict[str, list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, card in enumerate(cards):
+        if card:
+            hosts.setdefault(card["host"], []).append(rank)
+    return hosts
+
+
+def spans(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'"""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends))
+
+
+def announce(cards: list[dict]) -> None:
+    hosts, backend = ranks_by_host(cards), cards[0]["backend"]
+    sizes = sorted({len(ranks) for ranks in hosts.values()})
+    nodes = f"{len(hosts)} node{'s' * (len(hosts) > 1)} x {' or '.join(map(str, sizes))}"
+    print(
+        f"Starting distributed training on {len(cards)} process{'es' * (len(cards) > 1)} ({nodes})"
+    )
+    print(f"Master node: {cards[0]['host']}")
+    for host, ranks in hosts.items():
+        print(f"  {host}: rank{'s' * (len(ranks) > 1)} {spans(ranks)} on {cards[0]['device']}")
+    if backend == "nccl":
+        backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
+    versions = f"PyTorch {torch.__version__}, Python {platform.python_version()}, {backend}"
+    print(versions, flush=True)
+
+
+def give_up(problem: str) -> None:
+    """End this process wherever it hangs."""
+    print(f"train_distributed.py: error: {problem}", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs train_distributed.py as real processes, without paying for `import torch` each time.
 
-A fork server imports torch and the trainer once; every rank is then a process of its own, forked from
-it, with its own environment, standard streams and process group over gloo. Nothing of the trainer is
-replaced. Tests of the command line itself (`python train_distributed.py`, torchrun) start from scratch.
+A fork server imports torch and the trainer once. Every rank is then a process of its own, forked
+from it, with its own environment and standard streams, over gloo; nothing of the trainer is
+replaced. Tests of the command line (`python train_distributed.py`, torchrun) start from scratch.
 """
 
 import json

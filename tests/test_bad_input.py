@@ -68,7 +68,7 @@ def test_batch_equation_must_hold(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=20", ranks=2)
     assert message == "global batch size 20 is no multiple of batch size 8"
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=16", ranks=3)
-    assert "global batch size 16 is 2 micro-batches of 8, too few for 3 ranks" in message
+    assert "global batch size 16 is 2 micro-batch(es) of 8 for 3 ranks" in message
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=400", "--drop-last")
     assert "203 training samples do not fill a global batch of 400" in message
 
@@ -204,7 +204,9 @@ def test_a_full_disk_is_named_and_older_checkpoints_stay(tmp_path, tiny):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000000, 1000000))"
     )
     message = refuse(tmp_path / "r", *tiny, "--epochs=2", before=limit)
-    assert "checkpoint_epoch_2.pt ([Errno 27] File too large): older checkpoints are intact" in message
+    assert (
+        "checkpoint_epoch_2.pt ([Errno 27] File too large): older checkpoints are intact" in message
+    )
     assert not list((tmp_path / "r").glob(".*.tmp"))
     assert json.loads((tmp_path / "r" / "status.json").read_text())["state"] == "failed"
     assert "Resuming from" in train(tmp_path / "r", 1, *tiny, "--epochs=2").out[0]

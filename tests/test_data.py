@@ -55,7 +55,7 @@ def test_augmentation_depends_on_epoch_and_sample_not_on_the_worker(folder):
     torch.manual_seed(2)
     assert torch.equal(first, data[5][0])
     assert not torch.equal(first, data[n + 5][0]), "another epoch, another crop"
-    assert data[n + 5][1:] == (data.folder.samples[5][1], 5)
+    assert data[n + 5][1:] == (data.samples[5][1], 5)
     assert torch.equal(plain[5][0], plain[len(plain) + 5][0])
 
 
@@ -109,7 +109,9 @@ def test_shift_moves_each_image_by_its_own_rows_and_columns():
 
 
 def test_a_gathered_batch_equals_its_images_one_by_one():
-    data = InMemoryImages(torch.randint(0, 256, (9, 1, 8, 8), dtype=torch.uint8), torch.arange(9), 7)
+    images = torch.randint(0, 256, (9, 1, 8, 8), dtype=torch.uint8)
+    data = InMemoryImages(images, torch.arange(9))
+    data.shift_seed = 7
     keys = [9 + 4, 9 + 0, 9 + 8]
     images, labels, ids = data.__getitems__(keys)
     assert labels.tolist() == ids.tolist() == [4, 0, 8]
@@ -162,7 +164,12 @@ def use(server) -> str:
 
 
 def test_one_process_downloads_and_the_others_wait(tmp_path, server):
-    options = ["--dataset=mnist", f"--data-dir={tmp_path}/data", "--stop-at-step=1", "--batch-size=8"]
+    options = [
+        "--dataset=mnist",
+        f"--data-dir={tmp_path}/data",
+        "--stop-at-step=1",
+        "--batch-size=8",
+    ]
     train(tmp_path / "run", 3, *options, before=use(server))
     # torchvision asks for each file twice: once to follow redirects, once to read it.
     assert sorted(server.asked) == sorted(2 * list(server.files))

@@ -1,4 +1,4 @@
-"""Every option does what it says, in real processes (gloo); what needs a GPU says so and is skipped."""
+"""Every option does what it says, in real processes (gloo); what needs a GPU is skipped aloud."""
 
 import json
 import subprocess
@@ -56,9 +56,10 @@ def test_compile(tmp_path, tiny, plain):
     run = train(tmp_path / "run", 2, *tiny, "--epochs=1", "--compile", "--dropout=0", timeout=400)
     eager = train(tmp_path / "eager", 2, *tiny, "--epochs=1", "--dropout=0")
     assert first_loss(run) == pytest.approx(first_loss(eager), abs=1e-4)
-    assert run.checkpoint("checkpoint_epoch_1")["model"].keys() == plain.checkpoint(
-        "checkpoint_epoch_1"
-    )["model"].keys()
+    assert (
+        run.checkpoint("checkpoint_epoch_1")["model"].keys()
+        == plain.checkpoint("checkpoint_epoch_1")["model"].keys()
+    )
 
 
 def test_activation_checkpointing_changes_nothing_but_memory(tmp_path, tiny, plain):

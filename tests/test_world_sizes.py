@@ -23,7 +23,9 @@ def test_every_step_consumes_the_same_samples(runs, ranks):
 
 def test_an_epoch_consumes_every_sample_once_and_the_next_in_another_order(runs):
     steps = runs[1].samples()
-    order = [i for step in range(STEPS) for micro in sorted(steps[step]) for i in steps[step][micro]]
+    order = [
+        i for step in range(STEPS) for micro in sorted(steps[step]) for i in steps[step][micro]
+    ]
     assert sorted(order) == list(range(203))
     assert order != sorted(order)
     assert [i for step in (7, 8) for micro in range(4) for i in steps[step][micro]] != order[:64]
@@ -88,7 +90,9 @@ def test_an_epochs_short_last_step_has_the_exact_mean_gradient(tmp_path, tiny):
     # 203 = 2 x 100 + 3: three samples over four micro-batches, so that one rank has none.
     def last_step(directory, ranks, batch):
         options = [f"--batch-size={batch}", "--global-batch-size=100", "--dropout=0", "--epochs=1"]
-        return train(directory, ranks, *tiny, *options, "--warmup-epochs=0", "--lr-schedule=constant")
+        return train(
+            directory, ranks, *tiny, *options, "--warmup-epochs=0", "--lr-schedule=constant"
+        )
 
     one, four = last_step(tmp_path / "one", 1, 100), last_step(tmp_path / "four", 4, 25)
     ours, theirs = (run.checkpoint("checkpoint_epoch_1")["model"] for run in (four, one))

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# From a fresh machine to a trained model: makes a virtual environment, installs requirements.txt,
+# trains SimpleConvNet on handwritten digits with all GPUs (or 2 processes on the CPU), draws the
+# metrics. Run it again, and it reuses what is there.
+#
+# Usage: scripts/quickstart.sh [--install-only] [options of train_distributed.py]
+#
+# Environment:
+#   PYTHON          Python 3.11 or newer to make the environment with   [python3]
+#   VENV            the virtual environment                             [.venv]
+#   RUN_DIR         the run directory                                   [runs/quickstart]
+#   NPROC_PER_NODE  processes                                           [GPUs, or 2 without any]
+#
+# Examples:
+#   scripts/quickstart.sh
+#   scripts/quickstart.sh --epochs 10
+#   RUN_DIR=runs/resnet scripts/quickstart.sh --model resnet18 --epochs 1
+
+set -euo pipefail
+
+PYTHON="${PYTHON:-python3}"
+VENV="${VENV:-.venv}"
+RUN_DIR="${RUN_DIR:-runs/quickstart}"
+NPROC_PER_NODE="${NPROC_PER_NODE:-}"
+
+fail() {
+  echo "quickstart.sh: error: $*" >&2
+  exit 2
+}
+
+print_help() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+install() {
+  if [[ ! -x "$VENV/bin/pip" ]]; then
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+      fail "PYTHON=$PYTHON is not Python 3.11 or newer: load a module, or set PYTHON"
+    echo "Making $VENV with $("$PYTHON" --version)"
+    "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot make $VENV: on Debian, install python3-venv"
+  fi
+  if ! cmp -s requirements.txt "$VENV/installed-requirements.txt"; then
+    echo "Installing requirements.txt into $VENV (PyTorch with CUDA: about 5 GB)"
+    "$VENV/bin/pip" install --quiet --disable-pip-version-check -r requirements.txt ||
+      fail "pip could not install requirements.txt: see its message above"
+    cp requirements.txt "$VENV/installed-requirements.txt"
+  fi
+}
+
+train() {
+  local cores processes="$NPROC_PER_NODE"
+  if [[ -z "$processes" ]]; then
+    processes="$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+  fi
+  cores="$(getconf _NPROCESSORS_ONLN)"
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
+  local command=("$VENV/bin/torchrun" --standalone --nproc-per-node "$processes" train_distributed.py
+    --config configs/default_config.yaml --checkpoint-dir "$RUN_DIR" "$@")
+  printf '$'
+  printf ' %q' "${command[@]}"
+  echo
+  "${command[@]}"
+}
+
+main() {
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help
+    exit
+  fi
+  cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  install
+  if [[ "${1:-}" == --install-only ]]; then
+    exit
+  fi
+  train "$@"
+  "$VENV/bin/python" scripts/plot_metrics.py "$RUN_DIR"
+  cat <<END
+
+Your model: $RUN_DIR/checkpoint_epoch_*.pt   Its metrics: $RUN_DIR/metrics.jsonl, metrics.png
+Next:
+  scripts/quickstart.sh --epochs 10           goes on with the same run
+  source $VENV/bin/activate                   then, by hand:
+  torchrun --standalone --nproc-per-node 2 train_distributed.py --dataset mnist   all 60,000 digits
+  python train_distributed.py --help          every option
+END
+}
+
+main "$@"

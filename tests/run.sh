@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Runs the checks: lint and format of Python and bash, then every test, in the virtual environment of
+# scripts/quickstart.sh (made if it is not there).
+#
+# Usage: tests/run.sh [options of pytest]
+#
+# Environment:
+#   VENV  the virtual environment  [.venv]
+#
+# Examples:
+#   tests/run.sh
+#   tests/run.sh -k resume
+
+set -euo pipefail
+
+export VENV="${VENV:-.venv}"
+
+print_help() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+lint() {
+  local bin="$VENV/bin" scripts
+  mapfile -t scripts < <(find . -name .venv -prune -o \( -name '*.sh' -o -name '*.slurm' \) -print)
+  "$bin/ruff" check .
+  "$bin/ruff" format --check .
+  "$bin/shellcheck" "${scripts[@]}" .ci/run
+  "$bin/shfmt" -d -i 2 -ci "${scripts[@]}" .ci/run
+}
+
+main() {
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help
+    exit
+  fi
+  cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  scripts/quickstart.sh --install-only
+  if ! cmp -s tests/requirements.txt "$VENV/installed-tests-requirements.txt"; then
+    "$VENV/bin/pip" install --quiet --disable-pip-version-check -r tests/requirements.txt
+    cp tests/requirements.txt "$VENV/installed-tests-requirements.txt"
+  fi
+  lint
+  "$VENV/bin/python" -m pytest tests -q -ra --durations=5 "$@"
+}
+
+main "$@"
