@@ -1014,11 +1014,15 @@ def tune(cfg: argparse.Namespace, world: World) -> None:
 def listen_for_stop() -> list[str]:
     """A list that gets the name of a signal that asks to stop. A second Ctrl-C ends at once."""
     heard: list[str] = []
+    first = math.inf
 
     def on_signal(number: int, _frame) -> None:
-        if heard and number == signal.SIGINT:
+        nonlocal first
+        # torchrun passes on the Ctrl-C that the terminal has sent to all: that is still the first.
+        if number == signal.SIGINT and time.monotonic() > first + 1:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
+        first = min(first, time.monotonic())
         heard.append(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -1216,7 +1220,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
         write_status(run, progress, "failed", f"{type(error).__name__}: {error}")
         raise
     finished = progress.global_step >= total
-    write_status(run, progress, "finished" if finished else "stopped", " ".join(heard))
+    write_status(run, progress, "finished" if finished else "stopped", " ".join(sorted(set(heard))))
     if world.rank == 0:
         how = "Finished" if finished else "Stopped as asked; the same command goes on"
         print(f"{how}: step {progress.global_step} of {total}, saved in {cfg.checkpoint_dir}")
@@ -1252,6 +1256,8 @@ def main(argv: list[str] | None = None) -> int:
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
         if dist.is_initialized() or local_rank == "0":
             print(f"train_distributed.py: error: {error}", file=sys.stderr, flush=True)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
+            Path(file).write_text(json.dumps({"message": str(error), "timestamp": time.time()}))
         return 2
     if dist.is_initialized():
         dist.destroy_process_group()  # only after success: else it might wait for the dead

@@ -48,14 +48,17 @@ install() {
 }
 
 train() {
+  local options=(--config configs/default_config.yaml --checkpoint-dir "$RUN_DIR" "$@")
+  # A mistake in the options is told here in one line; torchrun would add forty of its own.
+  "$VENV/bin/python" train_distributed.py "${options[@]}" --print-config >/dev/null || exit 2
   local cores processes="$NPROC_PER_NODE"
   if [[ -z "$processes" ]]; then
     processes="$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count() or 2)')"
   fi
   cores="$(getconf _NPROCESSORS_ONLN)"
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
-  local command=("$VENV/bin/torchrun" --standalone --nproc-per-node "$processes" train_distributed.py
-    --config configs/default_config.yaml --checkpoint-dir "$RUN_DIR" "$@")
+  local command=("$VENV/bin/torchrun" --standalone --nproc-per-node "$processes"
+    train_distributed.py "${options[@]}")
   printf '$'
   printf ' %q' "${command[@]}"
   echo

@@ -199,3 +199,15 @@ def test_a_copy_of_the_trainer_alone_trains(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "Starting distributed training on 2 processes (1 node x 2)" in result.stdout
     assert (tmp_path / "checkpoints" / "checkpoint_epoch_1.pt").exists()
+
+
+def test_the_last_lines_of_torchrun_repeat_what_is_wrong(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [REPO / "train_distributed.py", "--dropuot=0"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert result.returncode == 1
+    error = "unknown option --dropuot, did you mean --dropout? (--help lists the options)"
+    lines = result.stderr.splitlines()
+    assert lines.count(f"train_distributed.py: error: {error}") == 1
+    assert lines[-2].endswith(error)
