@@ -41,7 +41,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -724,8 +724,9 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, **values: float) -> None:
         record = {"kind": kind, "step": step, "time": time.time(), **values}
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        with writing(Path(self.file.name)):
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
         for name, value in values.items() if self.board else ():
             self.board.add_scalar(f"{kind}/{name}", value, step)
         if self.run:
@@ -765,17 +766,29 @@ class Progress:
     logged: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
 
+@contextmanager
+def writing(path: Path):
+    """A disk that is full or gone is told in one sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        while error.__context__:  # torch.save hides "No space left on device" behind its own error
+            error = error.__context__
+        raise UserError(f"cannot write {path} ({error}): older checkpoints are intact") from None
+
+
 def write_durably(path: Path, write) -> None:
     """write(file) to a temporary file that replaces path once it is on disk: all or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            with temporary.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -804,17 +817,12 @@ def save_checkpoint(run: "Run", progress: Progress, name: str) -> None:
         "order": run.order(),
         "config": vars(run.cfg),
     }
-    try:
-        write_durably(path, lambda file: torch.save(state, file))
-        facts = {"step": progress.global_step, "size": path.stat().st_size}
-        write_text(path.with_suffix(".json"), json.dumps(facts | {"sha256": sha256_of(path)}))
-        for manifest in manifests(run.cfg)[run.cfg.keep or sys.maxsize :]:
-            manifest.unlink()
-            manifest.with_suffix(".pt").unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:
-        while error.__context__:  # torch.save hides "No space left on device" behind its own error
-            error = error.__context__
-        raise UserError(f"cannot save {path} ({error}): older checkpoints are intact") from None
+    write_durably(path, lambda file: torch.save(state, file))
+    facts = {"step": progress.global_step, "size": path.stat().st_size}
+    write_text(path.with_suffix(".json"), json.dumps(facts | {"sha256": sha256_of(path)}))
+    for manifest in manifests(run.cfg)[run.cfg.keep or sys.maxsize :]:
+        manifest.unlink()
+        manifest.with_suffix(".pt").unlink(missing_ok=True)
 
 
 def manifests(cfg: argparse.Namespace) -> list[Path]:
@@ -1217,7 +1225,8 @@ def train(cfg: argparse.Namespace, world: World) -> None:
             name = f"step_{progress.global_step}" if rest else f"epoch_{epoch}"
             save_checkpoint(run, progress, f"checkpoint_{name}")
     except BaseException as error:
-        write_status(run, progress, "failed", f"{type(error).__name__}: {error}")
+        with suppress(UserError):
+            write_status(run, progress, "failed", f"{type(error).__name__}: {error}")
         raise
     finished = progress.global_step >= total
     write_status(run, progress, "finished" if finished else "stopped", " ".join(sorted(set(heard))))

@@ -196,17 +196,20 @@ def test_a_typing_error_through_the_real_command(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_named_and_older_checkpoints_stay(tmp_path, tiny):
+@pytest.mark.parametrize("file", ["checkpoint_epoch_2.pt", "metrics.jsonl", "config.yaml"])
+def test_a_full_disk_is_named_and_older_checkpoints_stay(tmp_path, tiny, file):
+    run = train(tmp_path / "r", 1, *tiny, "--epochs=1").directory
     # A limit on file sizes, because it needs no mount: the errno is another, the way is the same.
-    train(tmp_path / "r", 1, *tiny, "--epochs=1")
+    metrics = (run / "metrics.jsonl").stat().st_size
+    size = {"checkpoint_epoch_2.pt": 1000000, "metrics.jsonl": metrics + 500, "config.yaml": 800}
     limit = (
         "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000000, 1000000))"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size[file]}, {size[file]}))"
     )
-    message = refuse(tmp_path / "r", *tiny, "--epochs=2", before=limit)
-    assert (
-        "checkpoint_epoch_2.pt ([Errno 27] File too large): older checkpoints are intact" in message
-    )
-    assert not list((tmp_path / "r").glob(".*.tmp"))
-    assert json.loads((tmp_path / "r" / "status.json").read_text())["state"] == "failed"
-    assert "Resuming from" in train(tmp_path / "r", 1, *tiny, "--epochs=2").out[0]
+    message = refuse(run, *tiny, "--epochs=2", before=limit)
+    expected = f"cannot write {run / file} ([Errno 27] File too large): older checkpoints are intact"
+    assert message == expected
+    assert not list(run.glob(".*.tmp"))
+    state = json.loads((run / "status.json").read_text())["state"]
+    assert state == ("finished" if file == "config.yaml" else "failed")
+    assert "Resuming from" in train(run, 1, *tiny, "--epochs=2").out[0]
