@@ -207,7 +207,9 @@ def test_a_full_disk_is_named_and_older_checkpoints_stay(tmp_path, tiny, file):
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size[file]}, {size[file]}))"
     )
     message = refuse(run, *tiny, "--epochs=2", before=limit)
-    expected = f"cannot write {run / file} ([Errno 27] File too large): older checkpoints are intact"
+    expected = (
+        f"cannot write {run / file} ([Errno 27] File too large): older checkpoints are intact"
+    )
     assert message == expected
     assert not list(run.glob(".*.tmp"))
     state = json.loads((run / "status.json").read_text())["state"]

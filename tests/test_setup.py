@@ -79,7 +79,9 @@ def test_the_first_lines_say_who_is_where(tmp_path, tiny):
 
 def test_only_rank_zero_speaks(tmp_path, tiny):
     result = train(tmp_path / "run", 3, *tiny, "--epochs=1")
-    assert result.out[1:] == ["", ""] and result.err == [""] * 3
+    others = [line for out in result.out[1:] for line in out.splitlines()]
+    assert not [line for line in others if not line.startswith("[Gloo]")]  # that is torch < 2.11
+    assert result.err == [""] * 3
 
 
 def test_ranks_that_do_not_start_are_named(tmp_path, tiny):

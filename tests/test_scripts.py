@@ -1,0 +1,77 @@
+"""The scripts beside the trainer: quickstart, plots, and the help that every shell script gives."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import REPO, train
+
+SHELL_SCRIPTS = sorted(
+    path for path in REPO.rglob("*.sh") if ".venv" not in path.parts and not path.is_symlink()
+)
+
+
+def run(*command, **env) -> subprocess.CompletedProcess:
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
+
+
+def test_quickstart_trains_goes_on_and_says_what_is_wrong(tmp_path):
+    # Whatever network there is, ask a proxy that nobody runs: it must work without.
+    env = {"VENV": sys.prefix, "RUN_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:9"}
+    quickstart = REPO / "scripts/quickstart.sh"
+    first = run(quickstart, "--epochs=1", **env)
+    assert first.returncode == 0, first.stderr
+    assert "Starting distributed training on 2 processes (1 node x 2)" in first.stdout
+    accuracy = float(re.search(r"Test Accuracy: ([\d.]+)% of 2000", first.stdout)[1])
+    assert accuracy > 80
+    assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "checkpoint_epoch_1.pt").exists() and (tmp_path / "metrics.jsonl").exists()
+    assert "Next:\n" in first.stdout
+    again = run(quickstart, "--epochs=1", **env)
+    assert again.returncode == 0 and "Nothing to do: " in again.stdout
+    assert "Installing" not in again.stdout
+    typo = run(quickstart, "--epoch=1", **env)
+    assert typo.returncode == 2
+    assert "did you mean --epochs?" in typo.stderr and typo.stderr.count("\n") == 1
+
+
+def test_quickstart_without_a_fit_python(tmp_path):
+    result = run(REPO / "scripts/quickstart.sh", VENV=tmp_path / "venv", PYTHON="python2")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "quickstart.sh: error: PYTHON=python2 is not Python 3.11 or newer: load a module, or set "
+        "PYTHON\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plots_compare_runs(tmp_path, tiny):
+    runs = [train(tmp_path / name, 1, *tiny, "--epochs=1").directory for name in "ab"]
+    plot = [sys.executable, REPO / "scripts/plot_metrics.py"]
+    result = run(*plot, *runs, "-o", tmp_path / "both.png")
+    assert (result.returncode, result.stdout) == (0, f"Wrote {tmp_path}/both.png\n"), result.stderr
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    result = run(*plot, runs[0], tmp_path / "absent")
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"plot_metrics.py: error: {tmp_path}/absent is no run directory "
+        "(No such file or directory)\n"
+    )
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_help_is_the_header_and_its_environment_table_is_that_of_the_code(script):
+    text = script.read_text()
+    header = re.match(r"#!/usr/bin/env bash\n((?:#.*\n)+)", text)[1]
+    printed = run("bash", script, "--help")
+    assert (printed.returncode, printed.stderr) == (0, "")
+    assert printed.stdout.rstrip("\n") == re.sub(r"(?m)^# ?(?=|#SBATCH)", "", header).rstrip("\n")
+    assert "Usage: " in header
+    documented = dict(re.findall(r"(?m)^#   ([A-Z_]+) .*?(?:\[(.*)\])?$", header))
+    defaults = dict(re.findall(r'(?m)^(?:export )?([A-Z_]+)="\$\{\1:-(.*)\}"$', text))
+    assert documented.keys() == defaults.keys()
+    for name, default in defaults.items():
+        assert documented[name] == default or not default, f"{name} is documented otherwise"
