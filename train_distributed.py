@@ -172,6 +172,11 @@ def nearest(word: str, names) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
+def count(number: int, noun: str) -> str:
+    """3, "process" -> "3 processes" """
+    return f"{number} {noun}" + ("es" if noun[-1] in "sh" else "s") * (number != 1)
+
+
 def parse_config(argv: list[str]) -> argparse.Namespace:
     """Options, resolved in the order default < config file < command line."""
     parser = build_parser()
@@ -616,7 +621,7 @@ class MicroBatchSampler(Sampler):
             raise UserError(f"global batch size {total} is no multiple of batch size {each}")
         if self.per_step < world.world_size:
             raise UserError(
-                f"global batch size {total} is {self.per_step} micro-batch(es) of {each} for "
+                f"global batch size {total} is {count(self.per_step, 'micro-batch')} of {each} for "
                 f"{world.world_size} ranks: lower --batch-size or raise --global-batch-size"
             )
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
@@ -1240,9 +1245,9 @@ def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> N
     sampler, ranks, step = run.sampler, run.world.world_size, progress.global_step
     each = sorted({sampler.per_step // ranks, -(-sampler.per_step // ranks)})
     print(
-        f"Global batch {run.cfg.global_batch_size} = {sampler.per_step} micro-batches of "
-        f"{run.cfg.batch_size}, {' or '.join(map(str, each))} on each of {ranks} ranks; "
-        f"{sampler.steps_per_epoch} steps per epoch of {sampler.samples} samples"
+        f"Global batch {run.cfg.global_batch_size} = {count(sampler.per_step, 'micro-batch')} of "
+        f"{run.cfg.batch_size}, {' or '.join(map(str, each))} on each of {count(ranks, 'rank')}; "
+        f"{count(sampler.steps_per_epoch, 'step')} per epoch of {sampler.samples} samples"
     )
     if step >= goal:
         print(f"Nothing to do: {chosen} is at step {step} of {goal}; more --epochs would extend it")
@@ -1352,11 +1357,13 @@ def check_cards(cards: list[dict | None], cfg: argparse.Namespace) -> str:
         gpus = len({cards[rank]["gpu"] for rank in ranks})
         if cards[0]["backend"] == "nccl" and gpus < len(ranks):
             return (
-                f"Duplicate GPU detected: on {host}, ranks {spans(ranks)} share {gpus} visible "
-                f"GPU(s): start {gpus} process(es) there, or ask for {len(ranks)} GPUs"
+                f"Duplicate GPU detected: on {host}, ranks {spans(ranks)} share "
+                f"{count(gpus, 'visible GPU')}: start {count(gpus, 'process')} there, "
+                f"or ask for {len(ranks)} GPUs"
             )
         if cfg.gpus_per_node not in (None, len(ranks)):
-            return f"--gpus-per-node {cfg.gpus_per_node}, but {host} runs {len(ranks)} process(es)"
+            runs = count(len(ranks), "process")
+            return f"--gpus-per-node {cfg.gpus_per_node}, but {host} runs {runs}"
     if cfg.nodes not in (None, len(hosts)):
         return f"--nodes {cfg.nodes}, but this job runs on {len(hosts)}: {', '.join(hosts)}"
     return ""
@@ -1380,10 +1387,8 @@ def spans(numbers: list[int]) -> str:
 def announce(cards: list[dict]) -> None:
     hosts, backend = ranks_by_host(cards), cards[0]["backend"]
     sizes = sorted({len(ranks) for ranks in hosts.values()})
-    nodes = f"{len(hosts)} node{'s' * (len(hosts) > 1)} x {' or '.join(map(str, sizes))}"
-    print(
-        f"Starting distributed training on {len(cards)} process{'es' * (len(cards) > 1)} ({nodes})"
-    )
+    nodes = f"{count(len(hosts), 'node')} x {' or '.join(map(str, sizes))}"
+    print(f"Starting distributed training on {count(len(cards), 'process')} ({nodes})")
     print(f"Master node: {cards[0]['host']}")
     for host, ranks in hosts.items():
         print(f"  {host}: rank{'s' * (len(ranks) > 1)} {spans(ranks)} on {cards[0]['device']}")

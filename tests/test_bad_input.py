@@ -68,7 +68,7 @@ def test_batch_equation_must_hold(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=20", ranks=2)
     assert message == "global batch size 20 is no multiple of batch size 8"
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=16", ranks=3)
-    assert "global batch size 16 is 2 micro-batch(es) of 8 for 3 ranks" in message
+    assert "global batch size 16 is 2 micro-batches of 8 for 3 ranks" in message
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=400", "--drop-last")
     assert "203 training samples do not fill a global batch of 400" in message
 

@@ -88,6 +88,18 @@ def test_no_augment_and_no_dropout_repeat_the_same_images(tmp_path, tiny):
     assert abs(moving[0] - moving[1]) > 1e-4
 
 
+def test_clip_grad_norm_bounds_the_gradient_of_all_ranks(tmp_path, tiny):
+    def gradient_norm(name, *more):
+        options = [*tiny, "--weight-decay=0", "--stop-at-step=1", *more]
+        run = train(tmp_path / name, 2, *options)
+        # SGD's momentum after one step is the gradient itself.
+        state = run.checkpoint("checkpoint_step_1")["optimizer"]["state"]
+        return sum(s["momentum_buffer"].square().sum().item() for s in state.values()) ** 0.5
+
+    assert gradient_norm("free") > 0.1
+    assert gradient_norm("clipped", "--clip-grad-norm=0.1") == pytest.approx(0.1, rel=1e-4)
+
+
 def test_drop_last_leaves_out_the_short_step(tmp_path, tiny):
     run = train(tmp_path / "run", 1, *tiny, "--epochs=1", "--drop-last", "--record-samples")
     sizes = [sum(len(ids) for ids in micro.values()) for micro in run.samples().values()]

@@ -158,7 +158,7 @@ CFG = train_distributed.parse_config([])
 def test_duplicate_gpus_are_named_with_host_ranks_and_remedy():
     message = check_cards(cards("A", "B") + cards("A", "B", "B", "B", host="node02"), CFG)
     assert message == (
-        "Duplicate GPU detected: on node02, ranks 2-5 share 2 visible GPU(s): start 2 process(es) "
+        "Duplicate GPU detected: on node02, ranks 2-5 share 2 visible GPUs: start 2 processes "
         "there, or ask for 4 GPUs"
     )
     assert check_cards(cards("A", "B") + cards("A", "B", host="node02"), CFG) == ""
