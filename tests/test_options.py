@@ -68,6 +68,33 @@ def test_activation_checkpointing_changes_nothing_but_memory(tmp_path, tiny, pla
     assert_same_state(run.checkpoint(end), plain.checkpoint(end))
 
 
+def place(*options):
+    cfg = train_distributed.parse_config(list(options))
+    spec = train_distributed.DataSpec(3, 64, 10, (0.5,), (0.5,))
+    return train_distributed.place_model(cfg, train_distributed.World(), spec)
+
+
+def test_activation_checkpointing_keeps_fewer_bytes_for_the_backward_pass():
+    def kept(*options) -> int:
+        sizes = []
+        hooks = lambda tensor: sizes.append(tensor.nbytes), lambda _: None  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            place("--model=resnet18", *options).train()(torch.zeros(2, 3, 64, 64))
+        return sum(sizes)
+
+    assert kept("--activation-checkpointing") < 0.6 * kept()
+
+
+def test_compile_and_channels_last_reach_the_model():
+    layouts = {
+        "--channels-last": torch.channels_last,
+        "--no-channels-last": torch.contiguous_format,
+    }
+    for option, layout in layouts.items():
+        assert place(option).conv2.weight.is_contiguous(memory_format=layout)
+    assert place("--compile")._compiled_call_impl and not place()._compiled_call_impl
+
+
 def test_bf16_really_computes_in_bf16(tmp_path, tiny, plain):
     run = train(tmp_path / "run", 2, *tiny, "--epochs=1", "--amp=bf16")
     assert first_loss(run) != first_loss(plain)
@@ -132,10 +159,25 @@ def test_learning_rate_is_this_function_of_the_step(options, expected):
     assert rates == pytest.approx(expected)
 
 
-def test_torchvision_model_with_batch_norm_at_uneven_ranks(tmp_path, tiny):
+def test_the_test_figures_are_those_of_the_saved_model_with_batch_norm_too(tmp_path, tiny):
     options = [*tiny, "--model=resnet18", "--global-batch-size=32", "--epochs=1"]
-    run = train(tmp_path / "run", 3, *options, "--stop-at-step=2")
-    assert "bn1.running_mean" in run.checkpoint("checkpoint_step_2")["model"]
+    told = train(tmp_path / "run", 3, *options).records("epoch")[0]
+    cfg = train_distributed.parse_config([*options, f"--checkpoint-dir={tmp_path / 'run'}"])
+    run = train_distributed.build_run(cfg, train_distributed.World())
+    checkpoint = tmp_path / "run" / "checkpoint_epoch_1.pt"
+    train_distributed.restore(train_distributed.load_checkpoint(str(checkpoint), cfg), run)
+    loss, correct, samples, _ = train_distributed.evaluate(run)
+    assert told["test_loss"] == pytest.approx(loss / samples, rel=1e-5)
+    assert told["test_accuracy"] == correct / samples
+
+
+def test_deterministic_asks_torch_for_repeatable_kernels():
+    code = """if True:
+        import torch, train_distributed as trainer
+        trainer.tune(trainer.parse_config(["--deterministic"]), trainer.World())
+        assert torch.are_deterministic_algorithms_enabled()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
 
 
 def test_image_size_resizes(tmp_path, tiny):

@@ -81,7 +81,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, tiny, unto
 
 def press_ctrl_c(directory, *pauses):
     def interrupt(processes):
-        while not (directory / "metrics.jsonl").exists():
+        while not (directory / "status.json").exists():  # written once it listens for signals
             time.sleep(0.01)
         for pause in pauses:
             time.sleep(pause)
