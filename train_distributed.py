@@ -31,8 +31,10 @@ import hashlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import platform
+import random
 import re
 import signal
 import socket
@@ -41,11 +43,13 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -89,10 +93,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
     add("--resume", default="auto", help="auto: go on from the newest checkpoint; none; FILE.pt")
     add("--overwrite", action=switch, default=False, help="--resume none or FILE may delete a run")
-    add("--override", action=switch, default=False, help="resume with a new global batch or seed")
+    add("--override", action=switch, default=False, help="--resume FILE, new global batch or seed")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
     add("--stop-at-step", type=positive_int, help="save and exit at this step; schedule unchanged")
-    add("--seed", type=int, default=42, help="of everything random [42]")
+    add("--seed", type=natural, default=42, help="of everything random [42]")
     add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
 
     add = parser.add_argument_group("data").add_argument
@@ -100,7 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data-dir", default="data", help="where data is, or is downloaded to [data]")
     add("--image-size", type=positive_int, help="pixels a side [MNIST 28, else 224]")
     add("--augment", action=switch, default=True, help="random shifts, or crops and flips [on]")
-    add("--num-workers", type=int, help="loader processes per rank [in memory 0, else its cores]")
+    add(
+        "--num-workers",
+        type=natural,
+        help="loader processes per rank [in memory 0, else its cores]",
+    )
     add("--drop-last", action=switch, default=False, help="leave out an epoch's short last step")
     add("--synthetic-samples", type=positive_int, default=1280, help="epoch of synthetic [1280]")
 
@@ -112,49 +120,54 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive_int, default=64, help="micro-batch: at once on one GPU [64]")
     add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
-    add("--lr", type=float, default=0.05, help="peak learning rate [0.05]")
+    add("--lr", type=amount, default=0.05, help="peak learning rate [0.05]")
     add("--lr-base-batch-size", type=positive_int, help="B: peak is lr x global batch / B [off]")
     add("--lr-schedule", choices=["cosine", "constant"], default="cosine", help="[cosine]")
-    add("--warmup-epochs", type=float, default=0.2, help="linear warm-up [0.2]")
-    add("--min-lr", type=float, default=0.0, help="where the cosine ends [0]")
+    add("--warmup-epochs", type=amount, default=0.2, help="linear warm-up [0.2]")
+    add("--min-lr", type=amount, default=0.0, help="where the cosine ends [0]")
     add("--momentum", type=fraction, default=0.9, help="of sgd [0.9]")
-    add("--weight-decay", type=float, default=1e-4, help="[0.0001]")
-    add("--clip-grad-norm", type=float, default=0.0, help="largest gradient norm [0: any]")
+    add("--weight-decay", type=amount, default=1e-4, help="[0.0001]")
+    add("--clip-grad-norm", type=amount, default=0.0, help="largest gradient norm [0: any]")
 
     add = parser.add_argument_group("speed").add_argument
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
     add("--compile", action=switch, default=False, help="torch.compile the model")
     add("--channels-last", action=switch, default=True, help="memory format of images [on]")
-    add("--activation-checkpointing", action=switch, default=False, help="recompute, save memory")
+    add("--activation-checkpointing", action=switch, default=False, help="recompute deep networks")
 
     add = parser.add_argument_group("metrics and checkpoints").add_argument
     add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
     add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
     add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
-    add("--record-samples", action=switch, default=False, help="write the sample ids of each step")
     add("--checkpoint-every-steps", type=positive_int, help="besides every epoch [off]")
-    add("--keep", type=int, default=3, help="newest checkpoints kept; 0: all [3]")
+    add("--keep", type=natural, default=3, help="newest checkpoints kept; 0: all [3]")
 
     add = parser.add_argument_group("distributed").add_argument
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
     add("--nodes", type=positive_int, help="refuse to start on any other number of nodes")
     add("--gpus-per-node", type=positive_int, help="refuse to start with other ranks per node")
-    add("--init-timeout", type=float, default=300, help="seconds to wait for all ranks [300]")
-    add("--collective-timeout", type=float, default=600, help="seconds for one collective [600]")
+    add("--init-timeout", type=amount, default=300, help="seconds to wait for all ranks [300]")
+    add("--collective-timeout", type=amount, default=600, help="seconds for one collective [600]")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # old launchers pass it
     return parser
 
 
-def positive_int(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def checked(kind, name: str, valid):
+    """A type for argparse that says in words what it takes."""
+
+    def convert(text: str):
+        with suppress(ValueError):
+            if valid(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {name}")
+
+    return convert
 
 
-def fraction(text: str) -> float:
-    if not 0 <= float(text) < 1:
-        raise ValueError
-    return float(text)
+positive_int = checked(int, "whole number from 1 up", lambda value: value > 0)
+natural = checked(int, "whole number from 0 up", lambda value: value >= 0)
+amount = checked(float, "number from 0 up", lambda value: 0 <= value < math.inf)
+fraction = checked(float, "number from 0 to below 1", lambda value: 0 <= value < 1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -202,11 +215,13 @@ def config_file_words(path: str, parser: Parser) -> list[str]:
     words = []
     for key, value in options.items():
         flag = "--" + key.replace("_", "-")
+        if value in ("", "null"):  # leaves the default
+            continue
         if isinstance(parser._option_string_actions.get(flag), argparse.BooleanOptionalAction):
             if value.lower() not in ("true", "false"):
                 raise UserError(f"{key}: {value!r} is neither true nor false")
             words.append(flag if value.lower() == "true" else f"--no-{flag[2:]}")
-        elif value not in ("", "null"):  # null leaves the default
+        else:
             words.append(f"{flag}={value}")
     return words
 
@@ -286,15 +301,19 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
         torch.cuda.set_device(device)  # before anything collective, or all ranks sit on GPU 0 too
     world = replace(world, device=device, cores=take_cores(world, pin=not gpus))
     backend = cfg.distributed_backend or ("nccl" if gpus else "gloo")
+    if backend == "nccl" and not gpus:
+        raise UserError(f"{socket.gethostname()} shows no GPU, which nccl needs: ask for one")
     card = {
         "host": socket.gethostname(),
-        "gpu": str(torch.cuda.get_device_properties(device).uuid) if gpus else None,
-        # From here on all ranks must hold the same. Only the data may lie in different places.
-        "train_distributed.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8],
-        "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if gpus else "CPU",
-        "backend": backend,
-        **{f"--{k}": v for k, v in vars(cfg).items() if k not in ("data_dir", "local_rank")},
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if gpus else None,
+        # What all ranks must have in common; only their data may lie in different places.
+        "same": {
+            "train_distributed.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8],
+            "torch": torch.__version__,
+            "backend": backend,
+            **{f"--{k}": v for k, v in vars(cfg).items() if k not in ("data_dir", "local_rank")},
+        },
     }
     store = call_the_roll(world, card, cfg)
     if store:
@@ -322,10 +341,10 @@ def take_cores(world: World, pin: bool) -> int:
     if not hasattr(os, "sched_getaffinity"):  # macOS
         return max(1, os.cpu_count() // world.local_world_size)
     cores, ranks = sorted(os.sched_getaffinity(0)), world.local_world_size
-    if "RANK" in os.environ or len(cores) == os.cpu_count():
+    if "TORCHELASTIC_RUN_ID" in os.environ or len(cores) == os.cpu_count():
         begin, end = (len(cores) * n // ranks for n in (world.local_rank, world.local_rank + 1))
-        cores = cores[begin:end]
-        if cores and pin:
+        cores = cores[begin:end] or cores
+        if pin:
             os.sched_setaffinity(0, cores)
     return max(1, len(cores))
 
@@ -393,31 +412,52 @@ def build_model(cfg: argparse.Namespace, spec: "DataSpec") -> nn.Module:
     return torchvision.models.get_model(cfg.model, num_classes=spec.classes, **extra)
 
 
-def place_model(cfg: argparse.Namespace, world: World, spec: "DataSpec") -> nn.Module:
-    """build_model() on this rank's device, tried on one image, with the speed options applied."""
+def place_model(cfg: argparse.Namespace, world: World, spec: "DataSpec", smallest: int):
+    """build_model() on this rank's device, with the speed options applied.
+
+    It is tried on the smallest micro-batch of an epoch, now rather than hours later.
+    """
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, spec).to(world.device)
     if cfg.channels_last:
         model = model.to(memory_format=torch.channels_last)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    blank = torch.zeros(smallest, spec.channels, spec.size, spec.size, device=world.device)
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, spec.channels, spec.size, spec.size, device=world.device))
-    except (RuntimeError, AssertionError) as error:
-        problem = f"{cfg.model} takes no images of {spec.size} pixels"
-        raise UserError(f"{problem}, choose --image-size ({error})") from None
+            model(blank)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        if not type(model).__module__.startswith("torchvision."):
+            raise
+        problem = f"{cfg.model} cannot train on {count(smallest, 'image')} of {spec.size} pixels"
+        remedy = "choose --image-size, or --drop-last if the last step of an epoch is too short"
+        raise UserError(f"{problem} ({error}): {remedy}") from None
+    model.load_state_dict(before)  # BatchNorm has looked
     if cfg.activation_checkpointing:
         for block in blocks_of(model):
-            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+            recompute_in_backward(block)
     if cfg.compile:
         model.compile()  # in place, so that the names in a checkpoint stay the same
     return model
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a network (of a ResNet its Bottlenecks), or else its children."""
-    stacks = [module for module in model.modules() if isinstance(module, nn.Sequential)]
-    blocks = [child for stack in stacks for child in stack if any(child.children())]
-    return blocks or list(model.children())
+    """The outermost blocks that are stacked in a Sequential (in a ResNet, its Bottlenecks)."""
+    found = []
+    for child in model.children():
+        stacked = isinstance(model, nn.Sequential) and any(child.children())
+        is_block = stacked and not isinstance(child, nn.Sequential)
+        found += [child] if is_block else blocks_of(child)
+    return found
+
+
+def recompute_in_backward(block: nn.Module) -> None:
+    """Activation checkpointing: keep the input of a block only, compute the rest once more."""
+    block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+    for norm in block.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.momentum:
+            # Its running statistics get each batch twice now. Two such updates make one.
+            norm.momentum = 1 - math.sqrt(1 - norm.momentum)
 
 
 def build_optimizer(cfg: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
@@ -505,17 +545,17 @@ def image_folder(cfg: argparse.Namespace):
     """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, augmented as usual for ImageNet."""
     size = cfg.image_size or 224
     plain = [transforms.Resize(size * 256 // 224), transforms.CenterCrop(size)]
-    random = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    augmented = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
     sets = []
-    for name, steps in (("train", random if cfg.augment else plain), ("val", plain)):
+    for name, steps in (("train", augmented if cfg.augment else plain), ("val", plain)):
         steps = transforms.Compose([*steps, transforms.PILToTensor()])
         try:
-            sets.append(FolderImages(Path(cfg.data_dir, name), steps, loader=decode))
+            folder = Path(cfg.data_dir, name)
+            sets.append(torchvision.datasets.ImageFolder(folder, steps, loader=decode))
         except OSError as error:
             problem = f"--data-dir {cfg.data_dir} needs {name}/CLASS/IMAGE files"
             raise UserError(f"{problem} ({error})") from None
     train, val = sets
-    train.seed = cfg.seed
     if odd := set(train.classes) ^ set(val.classes):
         raise UserError(f"train and val of {cfg.data_dir} differ in the classes {sorted(odd)}")
     return train, val, DataSpec(3, size, len(train.classes), *IMAGENET_SCALE)
@@ -548,14 +588,14 @@ class InMemoryImages(TensorDataset):
         self.tensors = tuple(tensor.to(device) for tensor in self.tensors)
 
     def __getitems__(self, keys: list[int]):
-        """keys (see MicroBatchSampler) -> uint8 [b, c, height, width], int64 [b], ids int64 [b]"""
+        """keys (see MicroBatchSampler) -> uint8 [b, c, height, width], int64 [b]"""
         ids = torch.tensor(keys) % len(self)
         rows = ids.to(self.tensors[0].device, non_blocking=True)
         images, labels = (tensor[rows] for tensor in self.tensors)
         if self.shift_seed is not None:
             by = epoch_shifts(self.shift_seed, keys[0] // len(self), len(self))[ids]
             images = shift(images, by.to(images.device, non_blocking=True))
-        return images, labels, ids
+        return images, labels
 
 
 @functools.lru_cache(maxsize=1)
@@ -575,16 +615,23 @@ def shift(images: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return F.pad(images, (2, 2, 2, 2))[arange(b)[:, None, None], :, rows, cols].movedim(-1, 1)
 
 
-class FolderImages(torchvision.datasets.ImageFolder):
-    """Image files, decoded one by one in the loader's workers."""
+class Seeded(Dataset):
+    """A data set of (image, label) whose random augmentation comes from (seed, epoch, sample)."""
 
-    seed: int = 0
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def __getitem__(self, key: int):
-        """key (see MicroBatchSampler) -> uint8 [3, size, size], label, id"""
+        """key: see MicroBatchSampler"""
         epoch, index = divmod(key, len(self))
-        torch.default_generator.manual_seed(mix(self.seed, "augment", epoch, index))
-        return *super().__getitem__(index), index
+        seed = mix(self.seed, "augment", epoch, index)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        return self.dataset[index]
 
 
 def decode(path: str):
@@ -622,7 +669,8 @@ class MicroBatchSampler(Sampler):
         if self.per_step < world.world_size:
             raise UserError(
                 f"global batch size {total} is {count(self.per_step, 'micro-batch')} of {each} for "
-                f"{world.world_size} ranks: lower --batch-size or raise --global-batch-size"
+                f"{world.world_size} ranks: lower --batch-size to {total // world.world_size or 1} "
+                "(a resumed run keeps its global batch; a new one may raise --global-batch-size)"
             )
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.mine = range(first, end)
@@ -630,6 +678,8 @@ class MicroBatchSampler(Sampler):
         self.steps_per_epoch = samples // total + short_step
         if not self.steps_per_epoch:
             raise UserError(f"{samples} training samples do not fill a global batch of {total}")
+        # Of the micro-batches; the last step of an epoch has the smallest.
+        self.smallest = max(1, self.step_size(self.steps_per_epoch - 1) // self.per_step)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
@@ -655,7 +705,7 @@ class MicroBatchSampler(Sampler):
 
 
 def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler: Sampler) -> DataLoader:
-    """Yields a micro-batch at a time: (images uint8, labels int64 [b], sample ids int64 [b])."""
+    """Yields a micro-batch at a time: images [b, c, h, w] and labels int64 [b]."""
     in_memory = isinstance(dataset, InMemoryImages)
     workers = cfg.num_workers
     if workers is None:
@@ -663,19 +713,29 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler: Sampler) 
     if in_memory and not workers:
         dataset.to(world.device)
     return DataLoader(
-        dataset,
+        dataset if in_memory else Seeded(dataset, cfg.seed),
         batch_sampler=batch_sampler,
         num_workers=workers,
         persistent_workers=workers > 0,
+        worker_init_fn=leave_signals_to_the_rank,
         collate_fn=default_convert if in_memory else None,  # in memory: collated already
         pin_memory=workers > 0 and world.device.type == "cuda",
     )
 
 
+def leave_signals_to_the_rank(_worker: int) -> None:
+    """Launchers signal all processes of a job, but a rank that stops still needs its workers."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def prepare(images: torch.Tensor, cfg: argparse.Namespace, spec: DataSpec, device: torch.device):
-    """uint8 [b, c, h, w] anywhere -> normalised floats [b, channels, size, size] on the device."""
-    mean, std = scale_on(device, spec)
-    images = images.to(device, non_blocking=True).float().sub_(mean).div_(std)
+    """[b, c, h, w] anywhere -> normalised floats [b, channels, size, size] on the device.
+
+    uint8 means pixels of 0 .. 255, floats mean 0 .. 1 (as from ToTensor).
+    """
+    mean, std = scale_on(device, spec, 255 if images.dtype == torch.uint8 else 1)
+    images = images.to(device, torch.float32, non_blocking=True).sub(mean).div_(std)
     if images.shape[-1] != spec.size:
         images = F.interpolate(images, size=spec.size, mode="bilinear")
     images = images.expand(-1, spec.channels, -1, -1)
@@ -683,8 +743,8 @@ def prepare(images: torch.Tensor, cfg: argparse.Namespace, spec: DataSpec, devic
 
 
 @functools.lru_cache
-def scale_on(device: torch.device, spec: DataSpec) -> list[torch.Tensor]:
-    return [255 * torch.tensor(v, device=device)[:, None, None] for v in (spec.mean, spec.std)]
+def scale_on(device: torch.device, spec: DataSpec, white: int) -> list[torch.Tensor]:
+    return [white * torch.tensor(v, device=device)[:, None, None] for v in (spec.mean, spec.std)]
 
 
 # ------------------------------------------------------------------------------------ METRICS
@@ -701,9 +761,9 @@ class Sums:
         self.values[1] += (logits.argmax(1) == labels).sum()
         self.values[2] += len(labels)
 
-    def over_all_ranks(self, world: World, flag: bool = False) -> list[float]:
-        """[loss, correct, samples, ranks with the flag]. Collective: every rank; waits for GPUs."""
-        total = torch.cat([self.values, self.values.new_tensor([flag])])
+    def over_all_ranks(self, world: World, *more: float) -> list[float]:
+        """[loss, correct, samples, *more], summed. Collective: every rank; waits for the GPU."""
+        total = torch.cat([self.values, self.values.new_tensor(more)])
         if world.world_size > 1:
             dist.all_reduce(total)
         return total.tolist()
@@ -751,6 +811,13 @@ def step_in(record: str) -> float:
         return json.loads(record)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def is_evaluated(cfg: argparse.Namespace, progress: "Progress") -> bool:
+    """Whether metrics.jsonl tells of an epoch that ended here."""
+    path = Path(cfg.checkpoint_dir, "metrics.jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return any(step_in(line) == progress.global_step and '"epoch"' in line for line in lines)
 
 
 # -------------------------------------------------------------------------------- CHECKPOINTS
@@ -858,11 +925,16 @@ def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
         raise UserError(f"cannot write to --checkpoint-dir {directory}: {error.strerror}") from None
     if cfg.resume == "auto":
         for manifest in manifests(cfg):
+            checkpoint = manifest.with_suffix(".pt")
             try:
-                verify(manifest.with_suffix(".pt"))
-                return str(manifest.with_suffix(".pt"))
+                verify(checkpoint)
             except UserError as damage:
-                print(f"WARNING: passed over: {damage}", file=sys.stderr, flush=True)
+                warn(f"passed over: {damage}")
+                continue
+            if cfg.override:  # steps of another size must not meet in one directory
+                hint = f"--resume {checkpoint} and another --checkpoint-dir"
+                raise UserError(f"--override needs {hint}")
+            return str(checkpoint)
         if manifests(cfg):
             raise UserError(f"no checkpoint in {directory} is intact: start in another directory")
         return None
@@ -881,7 +953,11 @@ def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
     return str(chosen)
 
 
-def load_checkpoint(path: str, cfg: argparse.Namespace) -> dict:
+def warn(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def load_checkpoint(path: str, cfg: argparse.Namespace, world: World) -> dict:
     """A checkpoint, on the CPU, if it is one of this run. Its global batch and seed win."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -896,9 +972,13 @@ def load_checkpoint(path: str, cfg: argparse.Namespace) -> dict:
         if (was := state["config"][name]) != (now := getattr(cfg, name)):
             change = f"{path} was trained with --{name} {was}, this is {now}"
             raise UserError(f"{change}: take another --checkpoint-dir for another run")
-    if not cfg.override:
-        cfg.global_batch_size = state["order"]["global_batch_size"]
-        cfg.seed = state["order"]["seed"]
+    for name in ("global_batch_size", "seed") if not cfg.override else ():
+        if (now := getattr(cfg, name)) not in (
+            None,
+            was := state["order"][name],
+        ) and not world.rank:
+            warn(f"the {name} of this run is {was} (from {path}), not {now}")
+        setattr(cfg, name, was)
     return state
 
 
@@ -918,8 +998,11 @@ def restore(state: dict, run: "Run") -> Progress:
         run.model.load_state_dict(state["model"])
     except RuntimeError as error:
         raise UserError(f"the checkpoint is of another {run.cfg.model}: {error}") from None
+    # Momentum is part of the run, but how much of it to use is an option.
+    state["optimizer"]["param_groups"] = run.optimizer.state_dict()["param_groups"]
     run.optimizer.load_state_dict(state["optimizer"])
-    run.scaler.load_state_dict(state["scaler"])
+    if run.scaler.is_enabled() and state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
     return progress
 
 
@@ -977,7 +1060,7 @@ def build_run(cfg: argparse.Namespace, world: World) -> Run:
     # Every test sample once, without the padding of DistributedSampler: rank r takes r, r + W ...
     mine = range(world.rank, len(test_set), world.world_size)
     test_sampler = BatchSampler(mine, cfg.batch_size, drop_last=False)
-    model = on_every_rank(world, place_model, cfg, world, spec)
+    model = on_every_rank(world, place_model, cfg, world, spec, sampler.smallest)
     return Run(
         cfg=cfg,
         world=world,
@@ -993,15 +1076,29 @@ def build_run(cfg: argparse.Namespace, world: World) -> Run:
 
 def wrap_ddp(run: Run) -> nn.Module:
     """DistributedDataParallel averages gradients over the ranks while backward still runs."""
+    cfg, spec, device = run.cfg, run.spec, run.world.device
     if run.world.world_size == 1:
         return run.model
-    return DistributedDataParallel(
-        run.model,
-        device_ids=[run.world.device] if run.world.device.type == "cuda" else None,
+    ddp = DistributedDataParallel(
+        run.model.train(),
+        device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copies
         # For one backward pass a step and a model that uses all its parameters in each of them.
-        static_graph=run.sampler.per_step == run.world.world_size and not run.cfg.compile,
+        static_graph=run.sampler.per_step == run.world.world_size and not cfg.compile,
     )
+    # In its first two passes DDP finds the order in which it will sum the gradients. Let it do so
+    # on blank images, or a resumed run, which finds it anew, would end in other bits.
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    blank = torch.zeros(cfg.batch_size, spec.channels, spec.size, spec.size, device=device)
+    if cfg.channels_last:
+        blank = blank.to(memory_format=torch.channels_last)
+    for _ in range(2):
+        with autocast(cfg, device):
+            loss = ddp(blank).float().sum()
+        loss.backward()
+    run.model.load_state_dict(before)
+    run.optimizer.zero_grad(set_to_none=True)
+    return ddp
 
 
 def tune(cfg: argparse.Namespace, world: World) -> None:
@@ -1024,6 +1121,9 @@ def tune(cfg: argparse.Namespace, world: World) -> None:
             libc.mallopt(m_mmap_max, 0)
 
 
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+
+
 def listen_for_stop() -> list[str]:
     """A list that gets the name of a signal that asks to stop. A second Ctrl-C ends at once."""
     heard: list[str] = []
@@ -1031,14 +1131,14 @@ def listen_for_stop() -> list[str]:
 
     def on_signal(number: int, _frame) -> None:
         nonlocal first
-        # torchrun passes on the Ctrl-C that the terminal has sent to all: that is still the first.
+        # A launcher may pass on a Ctrl-C that has reached us already: that is still the first.
         if number == signal.SIGINT and time.monotonic() > first + 1:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         first = min(first, time.monotonic())
         heard.append(signal.Signals(number).name)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         signal.signal(number, on_signal)
     return heard
 
@@ -1065,7 +1165,7 @@ def train_step(run: Run, batches, step: int, global_step: int, sums: Sums) -> fl
     waited = 0.0
     for micro in sampler.mine:
         began = time.perf_counter()
-        images, labels, ids = next(batches)
+        images, labels = next(batches)
         waited += time.perf_counter() - began
         begin, end = sampler.bounds(step, micro)
         weight = world.world_size / sampler.step_size(step) if end > begin else 0.0
@@ -1079,8 +1179,6 @@ def train_step(run: Run, batches, step: int, global_step: int, sums: Sums) -> fl
             run.scaler.scale(loss_sum * weight).backward()
         if end > begin:
             sums.add(loss_sum, logits, labels)
-            if cfg.record_samples:
-                record_samples(run, [global_step, micro, ids.tolist()])
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, global_step, sampler.steps_per_epoch)
     if cfg.clip_grad_norm:
@@ -1092,15 +1190,11 @@ def train_step(run: Run, batches, step: int, global_step: int, sums: Sums) -> fl
     return waited
 
 
-def record_samples(run: Run, record: list) -> None:
-    path = Path(run.cfg.checkpoint_dir, "logs", f"samples_rank{run.world.rank}.jsonl")
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+LOOK_SECONDS = 5  # at most, between two looks at who asked to stop (or one step, if that is longer)
 
 
 def train_epoch(run: Run, progress: Progress, heard: list[str]) -> bool:
-    """From progress.global_step to the end of its epoch. Collective: every rank.
+    """From progress.global_step to the end of its epoch, then save. Collective: every rank.
 
     Returns whether anybody asked to stop: the same on all ranks, after the same step.
     """
@@ -1108,8 +1202,11 @@ def train_epoch(run: Run, progress: Progress, heard: list[str]) -> bool:
     epoch, first = divmod(progress.global_step, sampler.steps_per_epoch)
     sampler.set_epoch(epoch, first)
     run.model.train()
+    if first == 0:
+        progress.sums = progress.logged = [0.0, 0.0, 0.0]
     sums, before, waited = Sums(run.world.device), progress.sums, 0.0
-    began = logged = (time.perf_counter(), 0.0, before[2])
+    began = logged = looked = (time.perf_counter(), waited, before[2], first)
+    next_look, step_seconds = first + 1, LOOK_SECONDS
     batches = iter(run.train_loader)
     quiet = run.world.rank != 0 or not sys.stderr.isatty()
     bar = tqdm(total=sampler.steps_per_epoch, initial=first, disable=quiet, leave=False)
@@ -1119,30 +1216,34 @@ def train_epoch(run: Run, progress: Progress, heard: list[str]) -> bool:
         bar.update()
         last = step + 1 == sampler.steps_per_epoch
         log = last or progress.global_step % cfg.log_every_steps == 0
-        save = not last and progress.global_step % (cfg.checkpoint_every_steps or math.inf) == 0
+        save = progress.global_step % (cfg.checkpoint_every_steps or math.inf) == 0
         stop = progress.global_step == cfg.stop_at_step
-        if not (log or save or stop):
+        if not (log or save or stop or step + 1 >= next_look):
             continue
         # The wish to stop rides along with the sums, so all ranks learn of it after the same step.
-        *reduced, wishes = sums.over_all_ranks(run.world, bool(heard))
+        *reduced, wishes, seconds = sums.over_all_ranks(run.world, bool(heard), step_seconds)
+        next_look = step + 1 + max(1, int(LOOK_SECONDS * run.world.world_size / seconds))
         progress.sums = [a + b for a, b in zip(before, reduced)]
-        now = (time.perf_counter(), waited, progress.sums[2])
+        now = (time.perf_counter(), waited, progress.sums[2], step + 1)
+        step_seconds, looked = (now[0] - looked[0]) / (now[3] - looked[3]), now
         if log:
             log_interval(run, progress, speed(logged, now), bar)
             logged = now
         if stop := stop or wishes > 0:
             break
-        if save:
+        if save and not last:
             save_checkpoint(run, progress, f"checkpoint_step_{progress.global_step}")
     bar.close()
+    name = f"epoch_{epoch + 1}" if last else f"step_{progress.global_step}"
+    save_checkpoint(run, progress, f"checkpoint_{name}")
     if last:
         end_epoch(run, progress, speed(began, now))
     return stop
 
 
 def speed(begin: tuple, end: tuple) -> dict[str, float]:
-    """Between two points (time, seconds waited for data, samples)."""
-    seconds, waited, samples = (b - a for a, b in zip(begin, end))
+    """Between two points (time, seconds waited for data, samples, steps)."""
+    seconds, waited, samples, _ = (b - a for a, b in zip(begin, end))
     return {"samples_per_second": samples / seconds, "data_wait": waited / seconds}
 
 
@@ -1163,27 +1264,28 @@ def log_interval(run: Run, progress: Progress, pace: dict[str, float], bar: tqdm
 
 def end_epoch(run: Run, progress: Progress, pace: dict[str, float]) -> None:
     """Evaluate and tell. Collective: every rank."""
-    loss, correct, samples = progress.sums
-    progress.sums = progress.logged = [0.0, 0.0, 0.0]
-    test_loss, test_correct, test_samples, _ = evaluate(run)
+    test_loss, test_correct, test_samples = evaluate(run)
     if not run.log:
         return
+    loss, correct, samples = progress.sums
     epoch = progress.global_step // run.sampler.steps_per_epoch
     values = {"loss": loss / samples, "accuracy": correct / samples}
     test = {"test_loss": test_loss / test_samples, "test_accuracy": test_correct / test_samples}
     run.log.write("epoch", progress.global_step, epoch=epoch, **values, **test, **pace)
-    print(
+    text = (
         f"Epoch {epoch} - Avg Loss: {values['loss']:.6f}, Accuracy: {values['accuracy']:.2%}, "
         f"Test Loss: {test['test_loss']:.6f}, Test Accuracy: {test['test_accuracy']:.2%} "
-        f"of {test_samples:.0f} | {pace['samples_per_second']:.0f} samples/s, "
-        f"{pace['data_wait']:.1%} waiting for data",
-        flush=True,
+        f"of {test_samples:.0f}"
     )
+    if pace:
+        text += f" | {pace['samples_per_second']:.0f} samples/s"
+        text += f", {pace['data_wait']:.1%} waiting for data"
+    print(text, flush=True)
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> list[float]:
-    """[loss, correct, samples, _] summed over the test set. Collective: every rank.
+    """[loss, correct, samples] summed over the test set. Collective: every rank.
 
     The ranks may have different numbers of batches, so nothing in the loop may be collective:
     hence the model itself, not its DDP wrapper.
@@ -1193,7 +1295,7 @@ def evaluate(run: Run) -> list[float]:
             dist.broadcast(buffer, src=0)
     run.model.eval()
     device, sums = run.world.device, Sums(run.world.device)
-    for images, labels, _ in run.test_loader:
+    for images, labels in run.test_loader:
         labels = labels.to(device, non_blocking=True)
         with autocast(run.cfg, device):
             logits = run.model(prepare(images, run.cfg, run.spec, device))
@@ -1206,38 +1308,47 @@ def evaluate(run: Run) -> list[float]:
 
 def train(cfg: argparse.Namespace, world: World) -> None:
     """The whole run: resume, train epoch by epoch, save. Collective: every rank."""
-    on_every_rank(world, tune, cfg, world)
-    chosen = on_every_rank(world, choose_checkpoint if world.rank == 0 else lambda _: None, cfg)
-    chosen = gather(world, chosen)[0]
-    state = on_every_rank(world, load_checkpoint, chosen, cfg) if chosen else None
-    run = build_run(cfg, world)
-    progress = on_every_rank(world, restore, state, run) if chosen else Progress()
+    run, progress, chosen = start_or_resume(cfg, world)
     total = cfg.epochs * run.sampler.steps_per_epoch
     goal = min(total, cfg.stop_at_step or total)
     if world.rank == 0:
         print_plan(run, chosen, progress, goal)
-    if progress.global_step >= goal:
-        return
-    opening = [open_run_directory, cfg, chosen, progress] if world.rank == 0 else [lambda: None]
-    run.log = on_every_rank(world, *opening)
-    run.ddp = wrap_ddp(run)
-    heard, stop = listen_for_stop(), False
-    write_status(run, progress, "running")
-    try:
-        while progress.global_step < total and not stop:
-            stop = train_epoch(run, progress, heard)
-            epoch, rest = divmod(progress.global_step, run.sampler.steps_per_epoch)
-            name = f"step_{progress.global_step}" if rest else f"epoch_{epoch}"
-            save_checkpoint(run, progress, f"checkpoint_{name}")
-    except BaseException as error:
-        with suppress(UserError):
-            write_status(run, progress, "failed", f"{type(error).__name__}: {error}")
-        raise
-    finished = progress.global_step >= total
-    write_status(run, progress, "finished" if finished else "stopped", " ".join(sorted(set(heard))))
-    if world.rank == 0:
-        how = "Finished" if finished else "Stopped as asked; the same command goes on"
+    # A checkpoint is saved before its epoch is evaluated: a stop in between leaves that to do.
+    at_end_of_epoch = chosen and progress.global_step % run.sampler.steps_per_epoch == 0
+    evaluate_first = at_end_of_epoch and not gather(world, is_evaluated(cfg, progress))[0]
+    heard: list[str] = []
+    if progress.global_step < goal or evaluate_first:
+        opening = [open_run_directory, cfg, chosen, progress] if world.rank == 0 else [lambda: None]
+        run.log = on_every_rank(world, *opening)
+        run.ddp = wrap_ddp(run)
+        heard = listen_for_stop()
+        write_status(run, progress, "running")
+        try:
+            if evaluate_first:
+                end_epoch(run, progress, {})
+            while progress.global_step < goal and not train_epoch(run, progress, heard):
+                pass
+        except BaseException as error:
+            with suppress(UserError):
+                write_status(run, progress, "failed", f"{type(error).__name__}: {error}")
+            raise
+    state = "finished" if progress.global_step >= total else "stopped"
+    write_status(run, progress, state, " ".join(sorted(set(heard))))
+    if run.log:
+        again = "the same command" + " without --resume" * (cfg.resume != "auto")
+        how = "Finished" if state == "finished" else f"Stopped as asked; {again} goes on"
         print(f"{how}: step {progress.global_step} of {total}, saved in {cfg.checkpoint_dir}")
+
+
+def start_or_resume(cfg: argparse.Namespace, world: World) -> tuple[Run, Progress, str | None]:
+    """Everything in its place, new or from a checkpoint. Collective: every rank."""
+    on_every_rank(world, tune, cfg, world)
+    chosen = on_every_rank(world, choose_checkpoint if world.rank == 0 else lambda _: None, cfg)
+    chosen = gather(world, chosen)[0]
+    state = on_every_rank(world, load_checkpoint, chosen, cfg, world) if chosen else None
+    run = build_run(cfg, world)
+    progress = on_every_rank(world, restore, state, run) if chosen else Progress()
+    return run, progress, chosen
 
 
 def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> None:
@@ -1250,7 +1361,8 @@ def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> N
         f"{count(sampler.steps_per_epoch, 'step')} per epoch of {sampler.samples} samples"
     )
     if step >= goal:
-        print(f"Nothing to do: {chosen} is at step {step} of {goal}; more --epochs would extend it")
+        more = "--stop-at-step" if run.cfg.stop_at_step == goal else "--epochs"
+        print(f"Nothing to do: {chosen} is at step {step} of {goal}; a larger {more} would go on")
     elif chosen:
         print(f"Resuming from {chosen} at step {step}")
     sys.stdout.flush()
@@ -1265,17 +1377,28 @@ def main(argv: list[str] | None = None) -> int:
             print(config_as_yaml(cfg), end="")
             return 0
         train(cfg, setup_distributed(cfg))
-    except UserError as error:
-        # Before the ranks have met, each of them finds the same mistake: one a node speaks.
-        local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-        if dist.is_initialized() or local_rank == "0":
-            print(f"train_distributed.py: error: {error}", file=sys.stderr, flush=True)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
-            Path(file).write_text(json.dumps({"message": str(error), "timestamp": time.time()}))
-        return 2
+    except Exception as error:
+        tell(error)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in multiprocessing.active_children():
+            worker.kill()  # a loader's, which the error holds on to, and for which exit would wait
+        return 2 if isinstance(error, UserError) else 1
     if dist.is_initialized():
         dist.destroy_process_group()  # only after success: else it might wait for the dead
     return 0
+
+
+def tell(error: Exception) -> None:
+    """A user's mistake in a sentence, anything else with its traceback."""
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
+        return
+    # Before the ranks have met, those of a node find the same mistake: one of them speaks.
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    if dist.is_initialized() or local_rank == "0":
+        print(f"train_distributed.py: error: {error}", file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
+        Path(file).write_text(json.dumps({"message": str(error), "timestamp": time.time()}))
 
 
 # ---------------------------------------------------------------------------------- ROLL CALL
@@ -1309,7 +1432,7 @@ def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Sto
         if world.rank == 0:
             store.set("job", world.job)
         if (job := wait_for("job")) not in (None, world.job):
-            raise UserError(f"job {world.job} dialled {here} of job {job}: set another MASTER_PORT")
+            give_up(f"job {world.job} dialled {here} of job {job}: set another MASTER_PORT")
         store.set(f"card/{world.rank}", json.dumps(card))
         if world.rank == 0:
             cards = [json.loads(wait_for(f"card/{r}") or "null") for r in range(world.world_size)]
@@ -1323,7 +1446,9 @@ def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Sto
         ) from None
     finally:
         watchdog.cancel()
-    end_on("rank 0 did not start: see its log" if problem is None else problem, world.rank)
+    if problem is None:
+        give_up(f"rank {world.rank} on {card['host']}: rank 0 did not start, see its log")
+    end_on(problem, world.rank)
     return dist.PrefixStore("group", store)
 
 
@@ -1350,12 +1475,12 @@ def check_cards(cards: list[dict | None], cfg: argparse.Namespace) -> str:
             f" see their logs (here: {', '.join(f'{spans(r)} on {h}' for h, r in hosts.items())})"
         )
     for rank, card in enumerate(cards):
-        for what in list(card)[2:]:
-            if card[what] != (mine := cards[0][what]):
-                return f"rank {rank} on {card['host']} has {what} {card[what]}, rank 0 has {mine}"
+        for what, value in card["same"].items():
+            if value != (mine := cards[0]["same"].get(what)):
+                return f"rank {rank} on {card['host']} has {what} {value}, rank 0 has {mine}"
     for host, ranks in hosts.items():
         gpus = len({cards[rank]["gpu"] for rank in ranks})
-        if cards[0]["backend"] == "nccl" and gpus < len(ranks):
+        if cards[0]["same"]["backend"] == "nccl" and gpus < len(ranks):
             return (
                 f"Duplicate GPU detected: on {host}, ranks {spans(ranks)} share "
                 f"{count(gpus, 'visible GPU')}: start {count(gpus, 'process')} there, "
@@ -1385,13 +1510,15 @@ def spans(numbers: list[int]) -> str:
 
 
 def announce(cards: list[dict]) -> None:
-    hosts, backend = ranks_by_host(cards), cards[0]["backend"]
+    hosts, backend = ranks_by_host(cards), cards[0]["same"]["backend"]
     sizes = sorted({len(ranks) for ranks in hosts.values()})
     nodes = f"{count(len(hosts), 'node')} x {' or '.join(map(str, sizes))}"
     print(f"Starting distributed training on {count(len(cards), 'process')} ({nodes})")
     print(f"Master node: {cards[0]['host']}")
     for host, ranks in hosts.items():
-        print(f"  {host}: rank{'s' * (len(ranks) > 1)} {spans(ranks)} on {cards[0]['device']}")
+        print(
+            f"  {host}: rank{'s' * (len(ranks) > 1)} {spans(ranks)} on {cards[ranks[0]]['device']}"
+        )
     if backend == "nccl":
         backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
     versions = f"PyTorch {torch.__version__}, Python {platform.python_version()}, {backend}"

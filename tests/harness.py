@@ -23,6 +23,25 @@ REPO = Path(__file__).resolve().parent.parent
 SHARED_MNIST = REPO.parent / "shared" / "data"
 LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)|RANK$|WORLD_SIZE$")
 
+# Writes down the sample ids of each (step, micro-batch) as the loader takes them from the sampler.
+RECORD = """if True:
+    import json
+    from train_distributed import MicroBatchSampler
+
+    def recorded(self, inner=MicroBatchSampler.__iter__):
+        batches = inner(self)
+        with open(RECORDS, "a") as file:
+            for step in range(self.first_step, self.steps_per_epoch):
+                for micro in self.mine:
+                    keys, (begin, end) = next(batches), self.bounds(step, micro)
+                    ids = [key % self.samples for key in keys][: end - begin]
+                    record = [self.epoch * self.steps_per_epoch + step, micro, ids]
+                    print(json.dumps(record), file=file, flush=True)
+                    yield keys
+
+    MicroBatchSampler.__iter__ = recorded
+"""
+
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train_distributed"])
 
@@ -46,10 +65,13 @@ class Result:
     def samples(self) -> dict[int, dict[int, list[int]]]:
         """{step: {micro-batch: sample ids}}, from all ranks; a step trained twice must agree."""
         steps: dict[int, dict[int, list[int]]] = {}
-        for path in sorted(self.directory.glob("logs/samples_rank*.jsonl")):
+        for path in self.directory.parent.glob(f"{self.directory.name}-samples*.jsonl"):
             for line in path.read_text().splitlines():
                 step, micro, ids = json.loads(line)
+                if not ids:
+                    continue  # it borrowed one, with weight 0
                 assert steps.setdefault(step, {}).setdefault(micro, ids) == ids
+        assert steps, "nothing was recorded"
         return steps
 
 
@@ -68,10 +90,13 @@ def _rank(argv: list[str], env: dict[str, str], log: str, before: str | None) ->
     os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as by default
     import train_distributed
 
     if before:
-        exec(before)  # only for what cannot be had here, such as a download server's address
+        exec(
+            before, {"argv": argv}
+        )  # only for what cannot be had here, such as a download server's address
     sys.exit(train_distributed.main(argv))
 
 
@@ -84,8 +109,13 @@ def launch(
     before: str | None = None,
     timeout: float = 120,
     during=None,
+    record: bool = False,
 ) -> Result:
-    """Train with so many ranks, as torchrun would start them. `during(processes)` may interfere."""
+    """Train with so many ranks, as torchrun would start them. `during(processes)` may interfere.
+
+    With record, Result.samples() tells what they consumed (if the loader has no workers, which
+    read ahead).
+    """
     port = free_port()
     logs = tempfile.mkdtemp(prefix="launch-")
     processes = []
@@ -98,18 +128,22 @@ def launch(
         variables |= env or {}
         variables |= rank_env(rank)
         argv = [f"--checkpoint-dir={directory}", *map(str, options)]
-        process = context.Process(target=_rank, args=(argv, variables, f"{logs}/{rank}", before))
+        records = f"{directory}-samples{rank}.jsonl"
+        prelude = f"RECORDS = {records!r}\n{RECORD}" if record else before
+        process = context.Process(target=_rank, args=(argv, variables, f"{logs}/{rank}", prelude))
         process.start()
         processes.append(process)
-    if during:
-        during(processes)
-    deadline = time.monotonic() + timeout
-    for process in processes:
-        process.join(max(0, deadline - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        process.kill()
-        process.join()
+    try:
+        if during:
+            during(processes)
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     out = [Path(f"{logs}/{rank}.out").read_text() for rank in range(ranks)]
     err = [Path(f"{logs}/{rank}.err").read_text() for rank in range(ranks)]
     shutil.rmtree(logs)

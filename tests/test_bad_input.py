@@ -29,7 +29,11 @@ def test_unknown_option_is_named_with_the_nearest(tmp_path):
     assert "unknown option --epoch, did you mean --epochs?" in refuse(tmp_path / "r", "--epoch=3")
 
 
-@pytest.mark.parametrize("option", ["--epochs=three", "--epochs=0", "--dropout=1.5", "--amp=int4"])
+@pytest.mark.parametrize(
+    "option",
+    ["--epochs=three", "--epochs=0", "--dropout=1.5", "--amp=int4", "--keep=-1", "--seed=-1"]
+    + ["--num-workers=-1", "--lr=-1", "--lr=inf", "--clip-grad-norm=-1", "--init-timeout=soon"],
+)
 def test_value_of_the_wrong_type_is_named(tmp_path, option):
     name, value = option.split("=")
     message = refuse(tmp_path / "r", option)
@@ -40,7 +44,7 @@ def test_value_of_the_wrong_type_is_named(tmp_path, option):
     ("text", "expected"),
     [
         ("epoch: 3", "my config.yaml: unknown option --epoch, did you mean --epochs?"),
-        ("epochs: three", "--epochs: invalid positive_int value: 'three'"),
+        ("epochs: three", "--epochs: 'three' is not a whole number from 1 up"),
         ("augment: maybe", "augment: 'maybe' is neither true nor false"),
         ("training: {epochs: 3}", "should hold lines like `epochs: 5`"),
         ("- epochs", "should hold lines like `epochs: 5`"),
@@ -76,7 +80,20 @@ def test_batch_equation_must_hold(tmp_path, tiny):
 def test_unknown_model_and_images_it_cannot_take(tmp_path, tiny):
     assert "did you mean resnet50?" in refuse(tmp_path / "r", *tiny, "--model=resnet_50")
     message = refuse(tmp_path / "r", *tiny, "--model=alexnet")
-    assert "alexnet takes no images of 28 pixels" in message and "--image-size" in message
+    assert "alexnet cannot train on 3 images of 28 pixels" in message and "--image-size" in message
+
+
+def test_batch_norm_cannot_train_on_one_image(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, "--model=resnet18", "--batch-size=101")
+    assert "resnet18 cannot train on 1 image of 28 pixels (Expected more than 1 value" in message
+    assert "--drop-last" in message
+    train(tmp_path / "r", 1, *tiny, "--model=resnet18", "--batch-size=101", "--drop-last")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, "--distributed-backend=nccl", ranks=2)
+    assert "shows no GPU, which nccl needs" in message
 
 
 def test_fp16_on_a_cpu(tmp_path, tiny):
@@ -130,9 +147,11 @@ def test_resume_none_refuses_a_directory_in_use(finished, tiny):
 
 
 def test_override_within_an_epoch(tmp_path, tiny):
-    train(tmp_path / "r", 1, *tiny, "--stop-at-step=3")
-    message = refuse(tmp_path / "r", *tiny, "--override", "--seed=7")
+    file = train(tmp_path / "r", 1, *tiny, "--stop-at-step=3").directory / "checkpoint_step_3.pt"
+    message = refuse(tmp_path / "s", *tiny, "--override", "--seed=7", f"--resume={file}")
     assert "batch and seed may change between epochs only" in message
+    message = refuse(tmp_path / "r", *tiny, "--override", "--seed=7")
+    assert message == f"--override needs --resume {file} and another --checkpoint-dir"
 
 
 def test_missing_checkpoint(tmp_path, tiny):

@@ -71,7 +71,7 @@ def test_activation_checkpointing_changes_nothing_but_memory(tmp_path, tiny, pla
 def place(*options):
     cfg = train_distributed.parse_config(list(options))
     spec = train_distributed.DataSpec(3, 64, 10, (0.5,), (0.5,))
-    return train_distributed.place_model(cfg, train_distributed.World(), spec)
+    return train_distributed.place_model(cfg, train_distributed.World(), spec, smallest=2)
 
 
 def test_activation_checkpointing_keeps_fewer_bytes_for_the_backward_pass():
@@ -127,8 +127,21 @@ def test_clip_grad_norm_bounds_the_gradient_of_all_ranks(tmp_path, tiny):
     assert gradient_norm("clipped", "--clip-grad-norm=0.1") == pytest.approx(0.1, rel=1e-4)
 
 
+def test_weight_decay_and_momentum_are_those_of_the_command_also_after_a_resume(tmp_path, tiny):
+    decay = ["--weight-decay=0.5", "--momentum=0.5"]
+    ends = {}
+    for name, more in (("as before", []), ("changed", decay)):
+        train(tmp_path / name, 1, *tiny, "--epochs=1", "--stop-at-step=20")
+        run = train(tmp_path / name, 1, *tiny, "--epochs=1", *more)
+        ends[name] = run.checkpoint("checkpoint_epoch_1")
+    group = ends["changed"]["optimizer"]["param_groups"][0]
+    assert (group["weight_decay"], group["momentum"]) == (0.5, 0.5)
+    norms = [ends[name]["model"]["fc1.weight"].norm() for name in ("changed", "as before")]
+    assert norms[0] < 0.99 * norms[1]
+
+
 def test_drop_last_leaves_out_the_short_step(tmp_path, tiny):
-    run = train(tmp_path / "run", 1, *tiny, "--epochs=1", "--drop-last", "--record-samples")
+    run = train(tmp_path / "run", 1, *tiny, "--epochs=1", "--drop-last", record=True)
     sizes = [sum(len(ids) for ids in micro.values()) for micro in run.samples().values()]
     assert sizes == [8] * 25
 
@@ -165,8 +178,9 @@ def test_the_test_figures_are_those_of_the_saved_model_with_batch_norm_too(tmp_p
     cfg = train_distributed.parse_config([*options, f"--checkpoint-dir={tmp_path / 'run'}"])
     run = train_distributed.build_run(cfg, train_distributed.World())
     checkpoint = tmp_path / "run" / "checkpoint_epoch_1.pt"
-    train_distributed.restore(train_distributed.load_checkpoint(str(checkpoint), cfg), run)
-    loss, correct, samples, _ = train_distributed.evaluate(run)
+    state = train_distributed.load_checkpoint(str(checkpoint), cfg, run.world)
+    train_distributed.restore(state, run)
+    loss, correct, samples = train_distributed.evaluate(run)
     assert told["test_loss"] == pytest.approx(loss / samples, rel=1e-5)
     assert told["test_accuracy"] == correct / samples
 
@@ -244,8 +258,10 @@ def test_run_directory_holds_the_resolved_options_and_the_end(plain, tiny):
 
 
 def test_a_finished_run_says_so_and_more_epochs_extend_it(tmp_path, tiny):
-    train(tmp_path / "run", 2, *tiny, "--epochs=1")
+    status = train(tmp_path / "run", 2, *tiny, "--epochs=1").directory / "status.json"
+    status.write_text('{"state": "failed"}')
     again = train(tmp_path / "run", 2, *tiny, "--epochs=1")
+    assert json.loads(status.read_text())["state"] == "finished"
     assert "Nothing to do" in again.out[0] and "--epochs" in again.out[0]
     more = train(tmp_path / "run", 2, *tiny, "--epochs=2")
     assert [record["epoch"] for record in more.records("epoch")] == [1, 2]

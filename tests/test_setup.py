@@ -110,13 +110,42 @@ def test_a_missing_rank_zero_is_named(tmp_path, tiny):
 
 def test_a_process_of_another_job_is_refused(tmp_path, tiny):
     def job(rank):
-        stray = {"RUN_NONCE": "stray", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
+        stray = {"RUN_NONCE": "stray", "WORLD_SIZE": "3"}
         return stray if rank == 2 else {"RUN_NONCE": "mine", "WORLD_SIZE": "2"}
 
     result = launch(tmp_path / "run", 3, *tiny, "--stop-at-step=1", rank_env=job)
     assert result.codes == [0, 0, 2]
     assert "job stray dialled 127.0.0.1:" in result.err[2]
     assert "of job mine: set another MASTER_PORT" in result.err[2]
+
+
+def test_a_rank_zero_missing_under_torchruns_own_store_is_named(tmp_path, tiny):
+    from torch.distributed import TCPStore
+
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(agents.port)}
+    rank_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1"} | rank_1
+    result = launch(tmp_path / "run", 1, *tiny, "--init-timeout=2", env=env)
+    assert result.codes == [2]
+    assert "rank 1 on" in result.err[0] and "rank 0 did not start" in result.err[0]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "bound", "expected"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x"}, range(4, 12), 4),  # torchrun within a binding of the node's
+        ({}, range(4, 12), 8),  # a launcher that binds each rank
+        ({}, range(16), 8),  # one that binds nothing
+    ],
+)
+def test_cores_are_divided_unless_the_launcher_did_it(monkeypatch, launcher, bound, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(bound))
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    world = train_distributed.World(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    assert train_distributed.take_cores(world, pin=False) == expected
 
 
 def test_ranks_with_other_options_are_refused(tmp_path, tiny):
@@ -148,8 +177,8 @@ def test_a_port_in_use_is_named(tmp_path, tiny):
 
 def cards(*gpus: str, host="node01", **changes) -> list[dict]:
     """What ranks on one host report; a stub, because no GPU is here."""
-    same = {"torch": "2.15.0", "device": "NVIDIA H200", "backend": "nccl"} | changes
-    return [{"host": host, "gpu": gpu} | same for gpu in gpus]
+    same = {"torch": "2.15.0", "backend": "nccl"} | changes
+    return [{"host": host, "device": "NVIDIA H200", "gpu": gpu, "same": same} for gpu in gpus]
 
 
 CFG = train_distributed.parse_config([])

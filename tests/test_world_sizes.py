@@ -12,8 +12,8 @@ STEPS = 7  # 203 samples: six steps of 32, one of 11
 def runs(tmp_path_factory, tiny):
     """One epoch, and the beginning of a second, at 1, 2, 3 and 4 ranks."""
     base = tmp_path_factory.mktemp("sizes")
-    options = [*tiny, BATCH, "--dropout=0", "--record-samples", "--epochs=2", "--stop-at-step=9"]
-    return {ranks: train(base / str(ranks), ranks, *options) for ranks in (1, 2, 3, 4)}
+    options = [*tiny, BATCH, "--dropout=0", "--epochs=2", "--stop-at-step=9"]
+    return {n: train(base / str(n), n, *options, record=True) for n in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -39,29 +39,34 @@ def test_losses_agree(runs, ranks):
 
 
 def test_resuming_on_other_numbers_of_ranks_loses_and_repeats_no_sample(tmp_path, tiny, runs):
-    options = [*tiny, BATCH, "--dropout=0", "--record-samples", "--epochs=2"]
-    train(tmp_path / "run", 4, *options, "--stop-at-step=3")
-    train(tmp_path / "run", 2, *options, "--stop-at-step=5")
-    run = train(tmp_path / "run", 3, *options, "--stop-at-step=9")
+    options = [*tiny, BATCH, "--dropout=0", "--epochs=2"]
+    for ranks, step in ((4, 3), (2, 5), (3, 9)):
+        run = train(tmp_path / "run", ranks, *options, f"--stop-at-step={step}", record=True)
     assert run.samples() == runs[1].samples()
     losses = [record["loss"] for record in run.records("train")]
     assert losses == pytest.approx([r["loss"] for r in runs[1].records("train")], abs=1e-5)
 
 
 def test_the_global_batch_of_the_checkpoint_wins(tmp_path, tiny):
-    options = [*tiny, "--epochs=1", "--record-samples"]
-    train(tmp_path / "run", 4, *options, "--stop-at-step=2")
-    run = train(tmp_path / "run", 2, *options, "--global-batch-size=16", "--seed=1")
+    options = [*tiny, "--epochs=1"]
+    train(tmp_path / "run", 4, *options, "--stop-at-step=2", record=True)
+    other = ["--global-batch-size=16", "--seed=1"]
+    run = train(tmp_path / "run", 2, *options, *other, record=True)
+    assert "WARNING: the global_batch_size of this run is 32 (from " in run.err[0]
+    assert "WARNING: the seed of this run is 42 (from " in run.err[0]
     assert "Global batch 32 = 4 micro-batches of 8, 2 on each of 2 ranks" in run.out[0]
     assert sorted(i for step in run.samples().values() for m in step.values() for i in m) == list(
         range(203)
     )
 
 
-def test_override_changes_the_global_batch_between_epochs(tmp_path, tiny):
+def test_override_changes_the_global_batch_in_another_directory(tmp_path, tiny):
     train(tmp_path / "run", 2, *tiny, BATCH, "--epochs=1")
-    more = [*tiny, "--epochs=2", "--global-batch-size=48", "--override", "--record-samples"]
-    run = train(tmp_path / "run", 2, *more)
+    more = [*tiny, "--epochs=2", "--global-batch-size=48"]
+    file = tmp_path / "run" / "checkpoint_epoch_1.pt"
+    override = ["--override", f"--resume={file}", "--stop-at-step=7"]
+    train(tmp_path / "other", 2, *more, *override, record=True)
+    run = train(tmp_path / "other", 2, *more, record=True)
     assert min(run.samples()) == 5, "203 samples are five steps of 48"
     assert sorted(i for s in run.samples().values() for m in s.values() for i in m) == list(
         range(203)
