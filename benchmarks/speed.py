@@ -144,7 +144,7 @@ def launch(name: str, ranks: int, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, __file__, f"--contestant={name}", f"--directory={directory}"]
         env = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
         env |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
         began = time.time()
         processes = [
