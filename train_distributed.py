@@ -146,8 +146,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
     add("--nodes", type=positive_int, help="refuse to start on any other number of nodes")
     add("--gpus-per-node", type=positive_int, help="refuse to start with other ranks per node")
-    add("--init-timeout", type=amount, default=300, help="seconds to wait for all ranks [300]")
-    add("--collective-timeout", type=amount, default=600, help="seconds for one collective [600]")
+    add("--init-timeout", type=seconds, default=300, help="seconds to wait for all ranks [300]")
+    add("--collective-timeout", type=seconds, default=600, help="seconds for one collective [600]")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # old launchers pass it
     return parser
 
@@ -165,8 +165,9 @@ def checked(kind, name: str, valid):
 
 
 positive_int = checked(int, "whole number from 1 up", lambda value: value > 0)
-natural = checked(int, "whole number from 0 up", lambda value: value >= 0)
+natural = checked(int, "whole number from 0 up", lambda value: 0 <= value < 2**63)
 amount = checked(float, "number from 0 up", lambda value: 0 <= value < math.inf)
+seconds = checked(float, "number of seconds from 1 to 1000000", lambda value: 1 <= value <= 1e6)
 fraction = checked(float, "number from 0 to below 1", lambda value: 0 <= value < 1)
 
 
@@ -343,8 +344,8 @@ def take_cores(world: World, pin: bool) -> int:
     cores, ranks = sorted(os.sched_getaffinity(0)), world.local_world_size
     if "TORCHELASTIC_RUN_ID" in os.environ or len(cores) == os.cpu_count():
         begin, end = (len(cores) * n // ranks for n in (world.local_rank, world.local_rank + 1))
-        cores = cores[begin:end] or cores
-        if pin:
+        cores = cores[begin:end]
+        if cores and pin:
             os.sched_setaffinity(0, cores)
     return max(1, len(cores))
 
@@ -427,8 +428,8 @@ def place_model(cfg: argparse.Namespace, world: World, spec: "DataSpec", smalles
         with torch.no_grad():
             model(blank)
     except (RuntimeError, AssertionError, ValueError) as error:
-        if not type(model).__module__.startswith("torchvision."):
-            raise
+        if not isinstance(model, SimpleConvNet) and "torchvision" not in type(model).__module__:
+            raise  # a bug in a model of your own: you want to see where
         problem = f"{cfg.model} cannot train on {count(smallest, 'image')} of {spec.size} pixels"
         remedy = "choose --image-size, or --drop-last if the last step of an epoch is too short"
         raise UserError(f"{problem} ({error}): {remedy}") from None
@@ -437,7 +438,9 @@ def place_model(cfg: argparse.Namespace, world: World, spec: "DataSpec", smalles
         for block in blocks_of(model):
             recompute_in_backward(block)
     if cfg.compile:
-        model.compile()  # in place, so that the names in a checkpoint stay the same
+        # In place, so that the names in a checkpoint stay the same. And each shape for itself: what
+        # is compiled for "any shape" depends on which came first, so a resumed run would differ.
+        model.compile(dynamic=False)
     return model
 
 
@@ -718,6 +721,7 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler: Sampler) 
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=leave_signals_to_the_rank,
+        timeout=cfg.collective_timeout if workers else 0,  # a worker that hangs is told, too
         collate_fn=default_convert if in_memory else None,  # in memory: collated already
         pin_memory=workers > 0 and world.device.type == "cuda",
     )
@@ -923,6 +927,8 @@ def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise UserError(f"cannot write to --checkpoint-dir {directory}: {error.strerror}") from None
+    if cfg.override and cfg.resume in ("auto", "none"):
+        raise UserError("--override goes with --resume FILE and another --checkpoint-dir")
     if cfg.resume == "auto":
         for manifest in manifests(cfg):
             checkpoint = manifest.with_suffix(".pt")
@@ -931,9 +937,6 @@ def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
             except UserError as damage:
                 warn(f"passed over: {damage}")
                 continue
-            if cfg.override:  # steps of another size must not meet in one directory
-                hint = f"--resume {checkpoint} and another --checkpoint-dir"
-                raise UserError(f"--override needs {hint}")
             return str(checkpoint)
         if manifests(cfg):
             raise UserError(f"no checkpoint in {directory} is intact: start in another directory")
@@ -982,17 +985,19 @@ def load_checkpoint(path: str, cfg: argparse.Namespace, world: World) -> dict:
     return state
 
 
-def restore(state: dict, run: "Run") -> Progress:
+def restore(state: dict, run: "Run", chosen: str) -> Progress:
     """Put the content of a checkpoint where it belongs."""
     progress, old, new = Progress(**state["progress"]), state["order"], run.order()
     if old["samples"] != new["samples"]:
         raise UserError(f"{old['samples']} samples in the checkpoint, {new['samples']} in the data")
     if old != new:
+        # Steps of another size: their numbers must not meet those of the old ones in a directory.
+        change = ", ".join(name for name in old if old[name] != new[name])
+        if Path(chosen).resolve().parent == Path(run.cfg.checkpoint_dir).resolve():
+            raise UserError(f"with another {change}, take another --checkpoint-dir")
         epochs, rest = divmod(progress.global_step, old["steps_per_epoch"])
         if rest:
-            raise UserError(
-                "batch and seed may change between epochs only: resume at the end of one"
-            )
+            raise UserError(f"{change} may change between epochs only: resume at the end of one")
         progress.global_step = epochs * new["steps_per_epoch"]
     try:
         run.model.load_state_dict(state["model"])
@@ -1222,7 +1227,8 @@ def train_epoch(run: Run, progress: Progress, heard: list[str]) -> bool:
             continue
         # The wish to stop rides along with the sums, so all ranks learn of it after the same step.
         *reduced, wishes, seconds = sums.over_all_ranks(run.world, bool(heard), step_seconds)
-        next_look = step + 1 + max(1, int(LOOK_SECONDS * run.world.world_size / seconds))
+        steps = int(LOOK_SECONDS * run.world.world_size / seconds)
+        next_look = step + 1 + max(1, min(steps, 2 * (step + 1 - looked[3])))
         progress.sums = [a + b for a, b in zip(before, reduced)]
         now = (time.perf_counter(), waited, progress.sums[2], step + 1)
         step_seconds, looked = (now[0] - looked[0]) / (now[3] - looked[3]), now
@@ -1325,6 +1331,9 @@ def train(cfg: argparse.Namespace, world: World) -> None:
         write_status(run, progress, "running")
         try:
             if evaluate_first:
+                if Path(chosen).resolve().parent != Path(cfg.checkpoint_dir).resolve():
+                    epoch = progress.global_step // run.sampler.steps_per_epoch
+                    save_checkpoint(run, progress, f"checkpoint_epoch_{epoch}")
                 end_epoch(run, progress, {})
             while progress.global_step < goal and not train_epoch(run, progress, heard):
                 pass
@@ -1335,7 +1344,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     state = "finished" if progress.global_step >= total else "stopped"
     write_status(run, progress, state, " ".join(sorted(set(heard))))
     if run.log:
-        again = "the same command" + " without --resume" * (cfg.resume != "auto")
+        again = "the same command" + " without --resume and --override" * (cfg.resume != "auto")
         how = "Finished" if state == "finished" else f"Stopped as asked; {again} goes on"
         print(f"{how}: step {progress.global_step} of {total}, saved in {cfg.checkpoint_dir}")
 
@@ -1347,7 +1356,7 @@ def start_or_resume(cfg: argparse.Namespace, world: World) -> tuple[Run, Progres
     chosen = gather(world, chosen)[0]
     state = on_every_rank(world, load_checkpoint, chosen, cfg, world) if chosen else None
     run = build_run(cfg, world)
-    progress = on_every_rank(world, restore, state, run) if chosen else Progress()
+    progress = on_every_rank(world, restore, state, run, chosen) if chosen else Progress()
     return run, progress, chosen
 
 

@@ -32,7 +32,8 @@ def test_unknown_option_is_named_with_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     "option",
     ["--epochs=three", "--epochs=0", "--dropout=1.5", "--amp=int4", "--keep=-1", "--seed=-1"]
-    + ["--num-workers=-1", "--lr=-1", "--lr=inf", "--clip-grad-norm=-1", "--init-timeout=soon"],
+    + ["--num-workers=-1", "--lr=-1", "--lr=inf", "--clip-grad-norm=-1", "--init-timeout=1e300"]
+    + ["--collective-timeout=0", "--seed=99999999999999999999"],
 )
 def test_value_of_the_wrong_type_is_named(tmp_path, option):
     name, value = option.split("=")
@@ -80,6 +81,9 @@ def test_batch_equation_must_hold(tmp_path, tiny):
 def test_unknown_model_and_images_it_cannot_take(tmp_path, tiny):
     assert "did you mean resnet50?" in refuse(tmp_path / "r", *tiny, "--model=resnet_50")
     message = refuse(tmp_path / "r", *tiny, "--model=alexnet")
+    small = launch(tmp_path / "r", 1, *tiny, "--image-size=4")
+    assert small.codes == [2]
+    assert "simple_convnet cannot train on 3 images of 4 pixels" in small.err[0].splitlines()[-1]
     assert "alexnet cannot train on 3 images of 28 pixels" in message and "--image-size" in message
 
 
@@ -149,9 +153,17 @@ def test_resume_none_refuses_a_directory_in_use(finished, tiny):
 def test_override_within_an_epoch(tmp_path, tiny):
     file = train(tmp_path / "r", 1, *tiny, "--stop-at-step=3").directory / "checkpoint_step_3.pt"
     message = refuse(tmp_path / "s", *tiny, "--override", "--seed=7", f"--resume={file}")
-    assert "batch and seed may change between epochs only" in message
+    assert "seed may change between epochs only" in message
     message = refuse(tmp_path / "r", *tiny, "--override", "--seed=7")
-    assert message == f"--override needs --resume {file} and another --checkpoint-dir"
+    assert message == "--override goes with --resume FILE and another --checkpoint-dir"
+    message = refuse(tmp_path / "r", *tiny, "--override", "--seed=7", f"--resume={file}")
+    assert message == "with another seed, take another --checkpoint-dir"
+
+
+def test_steps_of_another_size_do_not_mix_in_a_directory(tmp_path, tiny):
+    train(tmp_path / "r", 1, *tiny, "--epochs=1")
+    message = refuse(tmp_path / "r", *tiny, "--epochs=2", "--drop-last")
+    assert message == "with another steps_per_epoch, take another --checkpoint-dir"
 
 
 def test_missing_checkpoint(tmp_path, tiny):

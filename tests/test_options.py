@@ -52,6 +52,15 @@ def test_option_trains_and_resumes_bitwise(tmp_path, tiny, options):
     assert untouched.records("epoch")[0]["test_accuracy"] > 0.11
 
 
+def test_compile_resumes_bitwise(tmp_path, tiny):
+    options = [*tiny, "--epochs=1", "--global-batch-size=56", "--compile"]  # short steps of 35
+    untouched = train(tmp_path / "untouched", 1, *options, timeout=300)
+    train(tmp_path / "run", 1, *options, "--stop-at-step=2", timeout=300)
+    resumed = train(tmp_path / "run", 1, *options, timeout=300)
+    end = "checkpoint_epoch_1"
+    assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
+
+
 def test_compile(tmp_path, tiny, plain):
     run = train(tmp_path / "run", 2, *tiny, "--epochs=1", "--compile", "--dropout=0", timeout=400)
     eager = train(tmp_path / "eager", 2, *tiny, "--epochs=1", "--dropout=0")
@@ -179,7 +188,7 @@ def test_the_test_figures_are_those_of_the_saved_model_with_batch_norm_too(tmp_p
     run = train_distributed.build_run(cfg, train_distributed.World())
     checkpoint = tmp_path / "run" / "checkpoint_epoch_1.pt"
     state = train_distributed.load_checkpoint(str(checkpoint), cfg, run.world)
-    train_distributed.restore(state, run)
+    train_distributed.restore(state, run, str(checkpoint))
     loss, correct, samples = train_distributed.evaluate(run)
     assert told["test_loss"] == pytest.approx(loss / samples, rel=1e-5)
     assert told["test_accuracy"] == correct / samples
@@ -277,6 +286,8 @@ def test_overwrite_starts_anew(tmp_path, tiny):
 def test_resume_from_a_file_into_another_directory(tmp_path, tiny):
     first = train(tmp_path / "first", 1, *tiny, "--epochs=1")
     file = first.directory / "checkpoint_epoch_1.pt"
+    copy = train(tmp_path / "copy", 1, *tiny, "--epochs=1", f"--resume={file}")
+    assert (copy.directory / "checkpoint_epoch_1.pt").exists() and copy.records("epoch")
     second = train(tmp_path / "second", 1, *tiny, "--epochs=2", f"--resume={file}")
     straight = train(tmp_path / "first", 1, *tiny, "--epochs=2")
     end = "checkpoint_epoch_2"

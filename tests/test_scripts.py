@@ -9,7 +9,10 @@ import pytest
 from harness import REPO, train
 
 SHELL_SCRIPTS = sorted(
-    path for path in REPO.rglob("*.sh") if ".venv" not in path.parts and not path.is_symlink()
+    path
+    for pattern in ("*.sh", "*.slurm")
+    for path in REPO.rglob(pattern)
+    if ".venv" not in path.parts and not path.is_symlink() and path.name != "site.sh"
 )
 
 

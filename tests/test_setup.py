@@ -137,6 +137,7 @@ def test_a_rank_zero_missing_under_torchruns_own_store_is_named(tmp_path, tiny):
         ({"TORCHELASTIC_RUN_ID": "x"}, range(4, 12), 4),  # torchrun within a binding of the node's
         ({}, range(4, 12), 8),  # a launcher that binds each rank
         ({}, range(16), 8),  # one that binds nothing
+        ({"TORCHELASTIC_RUN_ID": "x"}, range(1), 1),  # more ranks than cores
     ],
 )
 def test_cores_are_divided_unless_the_launcher_did_it(monkeypatch, launcher, bound, expected):

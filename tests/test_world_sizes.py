@@ -65,7 +65,8 @@ def test_override_changes_the_global_batch_in_another_directory(tmp_path, tiny):
     more = [*tiny, "--epochs=2", "--global-batch-size=48"]
     file = tmp_path / "run" / "checkpoint_epoch_1.pt"
     override = ["--override", f"--resume={file}", "--stop-at-step=7"]
-    train(tmp_path / "other", 2, *more, *override, record=True)
+    first = train(tmp_path / "other", 2, *more, *override, record=True)
+    assert "the same command without --resume and --override goes on" in first.out[0]
     run = train(tmp_path / "other", 2, *more, record=True)
     assert min(run.samples()) == 5, "203 samples are five steps of 48"
     assert sorted(i for s in run.samples().values() for m in s.values() for i in m) == list(
