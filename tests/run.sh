@@ -2,13 +2,17 @@
 # Runs the checks: lint and format of Python and bash, then every test, in the virtual environment of
 # scripts/quickstart.sh (made if it is not there).
 #
-# Usage: tests/run.sh [options of pytest]
+# Usage: tests/run.sh [--cluster] [options of pytest]
+#
+# --cluster runs the tests on a real Slurm cluster too, in namespaces of this machine: as root, on
+# Debian, whose packages it installs. Without it, they run if the packages are there.
 #
 # Environment:
 #   VENV  the virtual environment  [.venv]
 #
 # Examples:
 #   tests/run.sh
+#   tests/run.sh --cluster
 #   tests/run.sh -k resume
 
 set -euo pipefail
@@ -19,12 +23,22 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
+install_cluster() {
+  local packages=(slurm-wlm munge openssh-server pdsh iproute2)
+  if ! dpkg --status "${packages[@]}" &>/dev/null; then
+    echo "Installing Debian packages: ${packages[*]}"
+    apt-get update -q >/dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -q \
+      --no-install-recommends "${packages[@]}" >/dev/null
+  fi
+  export CLUSTER_TESTS=required
+}
+
 lint() {
   local bin="$VENV/bin" scripts
   mapfile -t scripts < <(find . -name .venv -prune -o \( -name '*.sh' -o -name '*.slurm' \) -print)
   "$bin/ruff" check .
   "$bin/ruff" format --check .
-  "$bin/shellcheck" "${scripts[@]}" .ci/run
+  "$bin/shellcheck" -x "${scripts[@]}" .ci/run
   "$bin/shfmt" -d -i 2 -ci "${scripts[@]}" .ci/run
 }
 
@@ -38,6 +52,10 @@ main() {
   if ! cmp -s tests/requirements.txt "$VENV/installed-tests-requirements.txt"; then
     "$VENV/bin/pip" install --quiet --disable-pip-version-check -r tests/requirements.txt
     cp tests/requirements.txt "$VENV/installed-tests-requirements.txt"
+  fi
+  if [[ "${1:-}" == --cluster ]]; then
+    shift
+    install_cluster
   fi
   lint
   "$VENV/bin/python" -m pytest tests -q -ra --durations=5 "$@"

@@ -1,0 +1,31 @@
+# shellcheck shell=bash disable=SC2034
+# The one place for what differs from cluster to cluster. Every launcher sources it on every node,
+# in the repository, before it starts Python; it leaves the command for Python in the array `python`.
+# All is off or found by itself: edit what you need.
+
+# ---- modules
+# module purge
+# module load cuda/12.8
+
+# ---- Python: CONDA_ENV, PYTHON, or the .venv of scripts/quickstart.sh
+if [[ -n "${CONDA_ENV:-}" ]]; then
+  # A shell that is not interactive has no conda command to activate with, until this is sourced.
+  # shellcheck disable=SC1091
+  source "$(conda info --base)/etc/profile.d/conda.sh"
+  conda activate "$CONDA_ENV"
+  PYTHON="${PYTHON:-python}"
+elif [[ -z "${PYTHON:-}" && -x .venv/bin/python ]]; then
+  PYTHON="$PWD/.venv/bin/python"
+fi
+python=("${PYTHON:-python3}")
+
+# ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the same job inside of it
+if [[ -n "${APPTAINER_IMAGE:-}" ]]; then
+  python=(apptainer exec --nv --bind "$PWD" "$APPTAINER_IMAGE" python3)
+fi
+
+# ---- network. NCCL finds NVLink and InfiniBand by itself; set nothing before a test shows you must.
+# export NCCL_SOCKET_IFNAME="=ib0"   # interface for the first contact; = exact, ^ excludes
+# export GLOO_SOCKET_IFNAME="eth0"   # the same for gloo: exact names only
+# export NCCL_IB_HCA="mlx5"          # the InfiniBand adapters to use
+# export NCCL_DEBUG=INFO             # says which it uses

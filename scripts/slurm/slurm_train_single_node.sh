@@ -1,0 +1,1 @@
+../../slurm_train_single_node.sh

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Takes the cluster of up.sh down: ends every process in its namespaces, removes its directory.
+#
+# Usage: tests/cluster/down.sh
+#
+# Environment:
+#   CLUSTER  the cluster's directory  [/tmp/cluster]
+
+set -euo pipefail
+
+CLUSTER="${CLUSTER:-/tmp/cluster}"
+
+print_help() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+# pids_in NAMESPACES: the processes in these network namespaces.
+pids_in() {
+  local entry
+  for entry in /proc/[0-9]*/ns/net; do
+    if [[ " $* " == *" $(readlink "$entry" 2>/dev/null) "* ]]; then
+      entry="${entry#/proc/}"
+      echo "${entry%%/*}"
+    fi
+  done
+}
+
+main() {
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help
+    exit
+  fi
+  local file namespace namespaces=() pids=()
+  for file in "$CLUSTER"/hosts/*; do
+    namespace="$(readlink "/proc/$(<"$file")/ns/net")" || continue
+    # After a reboot, the process may be another one: never end those of the machine itself.
+    [[ "$namespace" == "$(readlink /proc/self/ns/net)" ]] || namespaces+=("$namespace")
+  done
+  while mapfile -t pids < <(pids_in "${namespaces[@]}") && [[ ${#pids[@]} -gt 0 ]]; do
+    kill -KILL "${pids[@]}" 2>/dev/null || true
+    sleep 0.1
+  done
+  rm -rf "$CLUSTER"
+}
+
+main "$@"

@@ -1,0 +1,177 @@
+#!/usr/bin/env bash
+# Brings up a real cluster on this machine: Slurm (slurmctld, munge, a slurmd on each node), an sshd
+# on each node, pdsh. A node is a network, host name and mount namespace of its own; all share this
+# machine's files. Nothing outside of the namespaces is touched. Take it down with down.sh.
+#
+# Usage: tests/cluster/up.sh [nodes] [GPU slots per node]      (2 nodes of 8, as root, on Debian)
+#
+# Environment:
+#   CLUSTER    its directory: pids, logs, keys, configuration    [/tmp/cluster]
+#   PREFIX     the nodes are PREFIX01, PREFIX02 ...               [node]
+#   PROCTRACK  how Slurm finds a job's processes: linuxproc or cgroup  [linuxproc]
+#
+# Examples:
+#   tests/cluster/up.sh 2 && tests/cluster/on.sh login sinfo
+#   tests/cluster/on.sh login srun --nodes=2 --ntasks-per-node=4 hostname
+#   tests/cluster/on.sh login ssh node02 hostname
+
+set -euo pipefail
+
+CLUSTER="${CLUSTER:-/tmp/cluster}"
+PREFIX="${PREFIX:-node}"
+PROCTRACK="${PROCTRACK:-linuxproc}"
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+on="$here/on.sh"
+export CLUSTER
+
+fail() {
+  echo "up.sh: error: $*" >&2
+  exit 2
+}
+
+print_help() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+check() {
+  local command missing=()
+  ((EUID == 0)) || fail "namespaces need root: run it as root"
+  for command in slurmctld slurmd munged sshd pdsh ip nsenter; do
+    [[ -x "$(command -v "$command")" ]] || missing+=("$command")
+  done
+  [[ ${#missing[@]} -eq 0 ]] ||
+    fail "no ${missing[*]}: apt-get install slurm-wlm munge openssh-server pdsh iproute2"
+  [[ ! -e "$CLUSTER" ]] || fail "$CLUSTER exists: is a cluster up? take it down with down.sh"
+}
+
+# make_host NAME ADDRESS: a namespace that lasts as long as a sleeping process in it.
+make_host() {
+  setsid unshare --net --uts --mount sleep infinity &>/dev/null &
+  echo "$!" >"$CLUSTER/hosts/$1"
+  until [[ "$(<"/proc/$!/comm")" == sleep ]]; do # its namespaces are ready then
+    sleep 0.05
+  done
+  "$on" "$1" hostname "$1"
+  "$on" "$1" ip link set lo up
+  "$on" "$1" mount --bind "$CLUSTER/etc-hosts" /etc/hosts
+  "$on" "$1" mount --bind "$CLUSTER/ssh_config" /etc/ssh/ssh_config
+  "$on" "$1" mount -t tmpfs -o mode=755 tmpfs /run
+  "$on" "$1" mkdir /run/sshd
+  if [[ "$1" == login ]]; then
+    "$on" login ip link add eth0 type bridge
+  else
+    "$on" login ip link add "$1" type veth peer name eth0 netns "$!"
+    "$on" login ip link set "$1" master eth0 up
+  fi
+  "$on" "$1" ip address add "$2/24" dev eth0
+  "$on" "$1" ip link set eth0 up
+}
+
+configure_ssh() {
+  ssh-keygen -q -t ed25519 -N '' -f "$CLUSTER/user_key"
+  ssh-keygen -q -t ed25519 -N '' -f "$CLUSTER/host_key"
+  echo "* $(<"$CLUSTER/host_key.pub")" >"$CLUSTER/known_hosts"
+  cat >"$CLUSTER/ssh_config" <<END
+IdentityFile $CLUSTER/user_key
+UserKnownHostsFile $CLUSTER/known_hosts
+END
+  cat >"$CLUSTER/sshd_config" <<END
+HostKey $CLUSTER/host_key
+AuthorizedKeysFile $CLUSTER/user_key.pub
+PidFile none
+PermitRootLogin yes
+StrictModes no
+UsePAM no
+END
+}
+
+# configure_slurm NODES SLOTS
+configure_slurm() {
+  local name
+  name="${PREFIX}[01-$(printf %02d "$1")]"
+  mkdir "$CLUSTER/state" "$CLUSTER/spool" "$CLUSTER/gpus"
+  for ((slot = 0; slot < $2; slot++)); do
+    mknod "$CLUSTER/gpus/gpu$slot" c 1 3 # Slurm wants real devices: /dev/null under other names
+  done
+  echo "Name=gpu File=$CLUSTER/gpus/gpu[0-$(($2 - 1))]" >"$CLUSTER/gres.conf"
+  cat >"$CLUSTER/slurm.conf" <<END
+ClusterName=test
+SlurmctldHost=login
+SlurmUser=root
+AuthInfo=socket=$CLUSTER/munge.socket
+StateSaveLocation=$CLUSTER/state
+SlurmdSpoolDir=$CLUSTER/spool/%n
+SlurmctldPidFile=$CLUSTER/slurmctld.pid
+SlurmdPidFile=$CLUSTER/slurmd-%n.pid
+SlurmctldLogFile=$CLUSTER/slurmctld.log
+SlurmdLogFile=$CLUSTER/slurmd-%n.log
+ProctrackType=proctrack/$PROCTRACK
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+GresTypes=gpu
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+NodeName=$name CPUs=64 Gres=gpu:$2
+PartitionName=all Nodes=$name Default=YES State=UP OverSubscribe=YES
+END
+  printf 'CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n' >"$CLUSTER/cgroup.conf"
+}
+
+start() {
+  local host
+  dd if=/dev/urandom of="$CLUSTER/munge.key" bs=1k count=1 status=none
+  chmod 400 "$CLUSTER/munge.key"
+  "$on" login munged --force --socket "$CLUSTER/munge.socket" --key-file "$CLUSTER/munge.key" \
+    --pid-file "$CLUSTER/munged.pid" --log-file "$CLUSTER/munged.log" \
+    --seed-file "$CLUSTER/munge.seed" 2>/dev/null
+  "$on" login slurmctld
+  for host in "$@"; do
+    "$on" "$host" slurmd -N "$host"
+    "$on" "$host" "$(command -v sshd)" -f "$CLUSTER/sshd_config" -E "$CLUSTER/sshd-$host.log"
+  done
+}
+
+wait_until_ready() {
+  local tries
+  for ((tries = 0; tries < 120; tries++)); do
+    if [[ "$("$on" login sinfo --noheader --format=%T 2>/dev/null | sort -u)" == idle ]]; then
+      return
+    fi
+    sleep 0.25
+  done
+  tail -n 5 "$CLUSTER"/*.log >&2
+  fail "Slurm is not ready after 30 s: the last lines of its logs are above"
+}
+
+main() {
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help
+    exit
+  fi
+  local nodes="${1:-2}" slots="${2:-8}" hosts=() number
+  check
+  mkdir -p "$CLUSTER/hosts"
+  trap '"$here/down.sh"' ERR
+  mapfile -t hosts < <(for ((number = 1; number <= nodes; number++)); do
+    printf '%s%02d\n' "$PREFIX" "$number"
+  done)
+  echo "127.0.0.1 localhost" >"$CLUSTER/etc-hosts"
+  echo "10.77.0.1 login" >>"$CLUSTER/etc-hosts"
+  for number in "${!hosts[@]}"; do
+    echo "10.77.0.$((11 + number)) ${hosts[number]}" >>"$CLUSTER/etc-hosts"
+  done
+  configure_ssh
+  configure_slurm "$nodes" "$slots"
+  make_host login 10.77.0.1
+  for number in "${!hosts[@]}"; do
+    make_host "${hosts[number]}" "10.77.0.$((11 + number))"
+  done
+  start "${hosts[@]}"
+  wait_until_ready
+  echo "Up: login, ${hosts[*]}. On a host: $on login sinfo. Down: $here/down.sh"
+}
+
+main "$@"
