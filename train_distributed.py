@@ -721,7 +721,8 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler: Sampler) 
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=leave_signals_to_the_rank,
-        timeout=cfg.collective_timeout if workers else 0,  # a worker that hangs is told, too
+        # Python 3.11 may, very rarely, fork a worker that waits for a lock for ever: tell of it.
+        timeout=cfg.collective_timeout if workers else 0,
         collate_fn=default_convert if in_memory else None,  # in memory: collated already
         pin_memory=workers > 0 and world.device.type == "cuda",
     )
