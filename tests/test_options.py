@@ -96,6 +96,17 @@ def test_activation_checkpointing_keeps_fewer_bytes_for_the_backward_pass():
     assert kept("--activation-checkpointing") < 0.6 * kept()
 
 
+def test_recomputed_batch_norm_counts_each_batch_once():
+    images, statistics = torch.rand(4, 3, 64, 64), []
+    for options in ((), ("--activation-checkpointing",)):
+        model = place("--model=resnet18", *options).train()
+        model(images).sum().backward()
+        statistics.append(dict(model.named_buffers()))
+    for name, ours in statistics[1].items():
+        if "running" in name:
+            torch.testing.assert_close(ours, statistics[0][name], msg=name)
+
+
 def test_compile_and_channels_last_reach_the_model():
     layouts = {
         "--channels-last": torch.channels_last,
