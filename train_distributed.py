@@ -104,11 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data-dir", default="data", help="where data is, or is downloaded to [data]")
     add("--image-size", type=positive_int, help="pixels a side [MNIST 28, else 224]")
     add("--augment", action=switch, default=True, help="random shifts, or crops and flips [on]")
-    add(
-        "--num-workers",
-        type=natural,
-        help="loader processes per rank [in memory 0, else its cores]",
-    )
+    add("--num-workers", type=natural, help="loader processes per rank [in memory 0, else cores]")
     add("--drop-last", action=switch, default=False, help="leave out an epoch's short last step")
     add("--synthetic-samples", type=positive_int, default=1280, help="epoch of synthetic [1280]")
 
@@ -986,6 +982,10 @@ def load_checkpoint(path: str, cfg: argparse.Namespace, world: World) -> dict:
     return state
 
 
+def is_of_this_run(checkpoint: str, cfg: argparse.Namespace) -> bool:
+    return Path(checkpoint).resolve().parent == Path(cfg.checkpoint_dir).resolve()
+
+
 def restore(state: dict, run: "Run", chosen: str) -> Progress:
     """Put the content of a checkpoint where it belongs."""
     progress, old, new = Progress(**state["progress"]), state["order"], run.order()
@@ -994,7 +994,7 @@ def restore(state: dict, run: "Run", chosen: str) -> Progress:
     if old != new:
         # Steps of another size: their numbers must not meet those of the old ones in a directory.
         change = ", ".join(name for name in old if old[name] != new[name])
-        if Path(chosen).resolve().parent == Path(run.cfg.checkpoint_dir).resolve():
+        if is_of_this_run(chosen, run.cfg):
             raise UserError(f"with another {change}, take another --checkpoint-dir")
         epochs, rest = divmod(progress.global_step, old["steps_per_epoch"])
         if rest:
@@ -1332,7 +1332,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
         write_status(run, progress, "running")
         try:
             if evaluate_first:
-                if Path(chosen).resolve().parent != Path(cfg.checkpoint_dir).resolve():
+                if not is_of_this_run(chosen, cfg):
                     epoch = progress.global_step // run.sampler.steps_per_epoch
                     save_checkpoint(run, progress, f"checkpoint_epoch_{epoch}")
                 end_epoch(run, progress, {})

@@ -44,15 +44,21 @@ print_help() {
 
 # free_port [FIRST]: the first port from there on that nobody listens to on this node.
 free_port() {
-  local port
-  for ((port = ${1:-15000}; port < 32768; port++)); do
+  local first="${1:-$(port_of_job)}" port
+  for ((port = first; port < 32768; port++)); do
     if ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
       echo "$port"
       return
     fi
     echo "cluster_train.sh: $(hostname): port $port is busy, taking the next" >&2
   done
-  fail "no free port from ${1:-15000} on"
+  fail "no free port from $first on"
+}
+
+# port_of_job: one that other jobs do not begin with, below the ephemeral ones (32768 and up).
+port_of_job() {
+  local job="${SLURM_JOB_ID:-${PBS_JOBID:-0}}"
+  echo "$((15000 + 16 * ${job%%[^0-9]*} % 15000))"
 }
 
 # hosts_of_job: the nodes, rank 0 first; nothing outside of a job. PBS names a host once per slot.
@@ -146,7 +152,7 @@ main() {
   local master="${arguments[3]:-${MASTER_ADDR:-${hosts[0]:-localhost}}}"
   [[ "$nodes" != 1 ]] || master=localhost
   local job="${SLURM_JOB_ID:-${PBS_JOBID:-0}}" port="${arguments[4]:-$MASTER_PORT}"
-  [[ -n "$port" ]] || port="$((15000 + 16 * ${job%%[^0-9]*} % 15000))"
+  [[ -n "$port" ]] || port="$(port_of_job)"
   [[ -n "${arguments[4]:-}" || "$nodes" != 1 ]] || port="$(free_port "$port")"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
   [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"

@@ -65,6 +65,16 @@ def test_plots_compare_runs(tmp_path, tiny):
     )
 
 
+def test_slurm_scripts_find_the_repository_in_the_same_way():
+    # Before they have found it there is nothing to share, so each holds a copy of the block.
+    scripts = ["run_distributed.slurm", "slurm_train_multinode.sh", "slurm_train_single_node.sh"]
+    blocks = [
+        re.search(r"find_repository\(\) \{\n.*?\n\}\n", (REPO / name).read_text(), re.DOTALL)[0]
+        for name in scripts
+    ]
+    assert len(set(blocks)) == 1
+
+
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: str(path.relative_to(REPO)))
 def test_help_is_the_header_and_its_environment_table_is_that_of_the_code(script):
     text = script.read_text()
