@@ -7,6 +7,7 @@
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   REPO_ROOT     this repository                      [where sbatch was called, or where this file is]
+#   MASTER_ADDR   an address of the first node that the others reach   [its name]
 #   TRAIN_SCRIPT  what to run: yours, if it reads Slurm's variables    [train_distributed.py]
 #   DRY_RUN       1: print the commands only                           []
 #
@@ -26,6 +27,7 @@ set -euo pipefail
 
 REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
+MASTER_ADDR="${MASTER_ADDR:-}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -54,9 +56,7 @@ find_repository() {
 }
 
 run() {
-  printf '$'
-  printf ' %q' "$@"
-  echo
+  echo "\$$(printf ' %q' "$@")"
   [[ -n "$DRY_RUN" ]] || "$@"
 }
 
@@ -70,7 +70,15 @@ main() {
   cd "$REPO_ROOT"
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
-  local config=configs/default_config.yaml gpus="${SLURM_GPUS_ON_NODE:-1}"
+  local config=configs/default_config.yaml gpus="${SLURM_GPUS_ON_NODE:-1}" cores="${SLURM_CPUS_ON_NODE:-}"
+  # shellcheck disable=SC2016
+  [[ -n "$cores" ]] || # in salloc, which runs on no node
+    read -r gpus cores < <(srun --nodes=1 --ntasks=1 \
+      bash -c 'echo "${SLURM_GPUS_ON_NODE:-1} $SLURM_CPUS_ON_NODE"')
+  ((gpus > 0)) || gpus=1
+  local hosts
+  mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"
   if [[ $# -gt 0 && "$1" != -* ]]; then
     config="$1"
     shift
@@ -78,7 +86,7 @@ main() {
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
   # One task per GPU, each with its share of the cores, whatever the job asked for per task. A task
   # sees all GPUs of its node and takes the one of its rank: with one each, NVLink would be lost.
-  local cores="$((SLURM_CPUS_ON_NODE > gpus ? SLURM_CPUS_ON_NODE / gpus : 1))"
+  cores="$((cores > gpus ? cores / gpus : 1))"
   unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK
   run srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" \
     --cpus-per-task="$cores" --kill-on-bad-exit=1 "${python[@]}" "$TRAIN_SCRIPT" --config "$config" "$@"

@@ -26,6 +26,7 @@ Make it yours: your model in build_model(), your data in get_datasets().
 import argparse
 import ctypes
 import difflib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -38,6 +39,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -302,6 +304,7 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
         raise UserError(f"{socket.gethostname()} shows no GPU, which nccl needs: ask for one")
     card = {
         "host": socket.gethostname(),
+        "address": address_towards(world.master_addr),
         "device": torch.cuda.get_device_name(device) if gpus else "CPU",
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if gpus else None,
         # What all ranks must have in common; only their data may lie in different places.
@@ -322,10 +325,10 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
             timeout=timedelta(seconds=cfg.collective_timeout),
             device_id=device if backend == "nccl" else None,
         )
-        total = torch.ones(1, device=device)
+        total = torch.tensor(world.rank + 1, device=device)
         dist.all_reduce(total)
-        if total.item() != world.world_size:
-            raise RuntimeError(f"first all_reduce gave {total.item()}, not {world.world_size}")
+        if total.item() != (right := world.world_size * (world.world_size + 1) // 2):
+            raise RuntimeError(f"the first all_reduce gave {total.item()} instead of {right}")
     return world
 
 
@@ -1381,6 +1384,9 @@ def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> N
 def main(argv: list[str] | None = None) -> int:
     # Until training listens for it, Ctrl-C simply ends the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # Should torchrun die of a signal, its workers would run on unseen: let them stop as well.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     try:
         cfg = parse_config(sys.argv[1:] if argv is None else argv)
         if cfg.print_config:
@@ -1400,6 +1406,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def tell(error: Exception) -> None:
     """A user's mistake in a sentence, anything else with its traceback."""
+    if isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error):
+        # Another rank failed first. A launcher reports the first to exit, so let that one go ahead;
+        # torchrun's SIGTERM, which means that it has noticed, ends the wait.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        rank, what = dist.get_rank(), str(error).split("] ", 1)[-1].split(". This is")[0]
+        print(
+            f"train_distributed.py: rank {rank} on {socket.gethostname()} lost the others ({what})",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(3)
+        return
     if not isinstance(error, UserError):
         traceback.print_exception(error)
         return
@@ -1459,6 +1477,7 @@ def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Sto
     if problem is None:
         give_up(f"rank {world.rank} on {card['host']}: rank 0 did not start, see its log")
     end_on(problem, world.rank)
+    choose_interface(world, store, card)
     return dist.PrefixStore("group", store)
 
 
@@ -1474,6 +1493,36 @@ def connect_store(world: World, timeout: float) -> dist.Store:
     )
     # torchrun restarts workers against the same store, so each attempt has keys of its own.
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+def choose_interface(world: World, store: dist.Store, card: dict) -> None:
+    """Tell gloo where the other hosts are, on a host that knows itself as 127.0.1.1 (Debian's way).
+
+    Gloo listens where its host's name leads to, which nobody else could reach then.
+    """
+    with suppress(OSError):
+        if not socket.gethostbyname(card["host"]).startswith("127."):
+            return
+    cards = (json.loads(store.get(f"card/{rank}")) for rank in range(world.world_size))
+    others = [other["address"] for other in cards if other["host"] != card["host"]]
+    if not others or card["same"]["backend"] != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    target = next((a for a in others if not a.startswith("127.")), world.master_addr)
+    if (address := address_towards(target)).startswith("127."):
+        return
+    for _, name in socket.if_nameindex():
+        with socket.socket() as probe, suppress(OSError):  # it has no IPv4 address
+            found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            if socket.inet_ntoa(found[20:24]) == address:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to the host. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 1))
+        return probe.getsockname()[0]
+    return "127.0.0.1"
 
 
 def check_cards(cards: list[dict | None], cfg: argparse.Namespace) -> str:

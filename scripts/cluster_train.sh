@@ -4,6 +4,7 @@
 #
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #        scripts/cluster_train.sh --free-port [first]    a port nobody listens to on this node
+#        scripts/cluster_train.sh --environment          this environment, for bash on another node
 #
 # The options, from the first word with a dash on, go to train_distributed.py. Output goes also to
 # logs/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
@@ -55,6 +56,15 @@ free_port() {
   fail "no free port from $first on"
 }
 
+# environment: what srun would hand on, as commands: all but what belongs to this host or session.
+environment() {
+  local name own='^(_|BASH.*|DBUS_.*|DISPLAY|EUID|HOME|HOST|HOSTNAME|LOGNAME|MAIL|OLDPWD|ON_NODE|PPID|PWD|SHELL.*|SHLVL'
+  own+='|SLURM.*|SSH_.*|TERM.*|TMPDIR|TMUX.*|UID|USER|XAUTHORITY|XDG_.*)$'
+  while read -r name; do
+    [[ "$name" =~ $own ]] || printf 'export %s=%q\n' "$name" "${!name}"
+  done < <(compgen -e)
+}
+
 # port_of_job: one that other jobs do not begin with, below the ephemeral ones (32768 and up).
 port_of_job() {
   local job="${SLURM_JOB_ID:-${PBS_JOBID:-0}}"
@@ -80,48 +90,64 @@ position() {
     fi
     index=$((index + 1))
   done
-  fail "it is not among the job's nodes: $*"
+  fail "which of the nodes is it? Not one of: ${*:-none known}. Give node_rank"
 }
 
-# check NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT: one sentence if the workers would fail.
-check() {
+# look NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT: the number of visible GPUs; or one sentence, if the
+# workers would fail.
+look() {
   "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "${python[*]} is not Python 3.11 or newer: see scripts/site.sh"
-  "${python[@]}" - "$@" "$NPROC_PER_NODE" "$BACKEND" <<'END' || exit 2
-import socket, sys
+  "${python[@]}" - "$@" "$NPROC_PER_NODE" "$BACKEND" "$TRAIN_SCRIPT" <<'END' || exit 2
+import errno, socket, sys
+from glob import glob
+from importlib.util import find_spec
 
 def fail(text):
     sys.exit(f"cluster_train.sh: error: {socket.gethostname()}: {text}")
 
-nodes, rank, master, port, workers, backend = sys.argv[1:]
-try:
-    import torch, torchvision, yaml
-    import torch.distributed as dist
-except ImportError as error:
-    fail(f"{error}, for {sys.executable}: see scripts/site.sh")
-if not dist.is_available():
-    fail("this PyTorch is built without torch.distributed")
-gpus = torch.cuda.device_count()
-if backend == "nccl" and gpus < int(workers):
+nodes, rank, master, port, workers, backend, script = sys.argv[1:]
+needed = ["torch"] + ["torchvision", "yaml", "tqdm"] * (script == "train_distributed.py")
+missing = [name for name in needed if not find_spec(name)]
+if missing:
+    fail(f"{sys.executable} has no {', '.join(missing)}: pip install -r requirements.txt, or scripts/site.sh")
+gpus = 0
+if glob("/dev/nvidia[0-9]*") + glob("/dev/kfd") + glob("/dev/dxg"):  # else save the seconds of the import
+    import torch
+
+    gpus = torch.cuda.device_count()
+workers = int(workers or gpus or 1)
+if backend == "nccl" and gpus < workers:
     fail(f"{workers} workers for nccl, but {gpus} visible GPUs")
-for gpu in range(min(gpus, int(workers))):
+for gpu in range(min(gpus, workers)):
     free, total = torch.cuda.mem_get_info(gpu)
     if free < 0.8 * total:
         print(f"WARNING: {socket.gethostname()}: GPU {gpu} has only {free >> 30} of "
               f"{total >> 30} GiB free: is another job on it?", file=sys.stderr)
 try:
-    address = socket.getaddrinfo(master, int(port), socket.AF_INET)[0][4]
+    address = socket.getaddrinfo(master, int(port), type=socket.SOCK_STREAM)[0][4]
 except OSError as error:
-    fail(f"master {master} is unknown here ({error.strerror}): is the name right?")
-if int(rank) and address[0].startswith("127."):
-    fail(f"master {master} is {address[0]} here, this node itself: use an address others can reach")
-if int(rank):
+    fail(f"master {master} is unknown here ({error.strerror}): set MASTER_ADDR to an address of it")
+if int(nodes) > 1 and rank == "0":
+    with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address[0], int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                fail(f"port {port} is busy here, on the master: set another MASTER_PORT on all nodes")
+            fail(f"node rank 0 is here, but master {master} ({address[0]}) is not: {error.strerror}")
+elif int(nodes) > 1:
+    if address[0].startswith("127."):
+        fail(f"master {master} is {address[0]} here, this node itself: set MASTER_ADDR to an address "
+             "that all nodes reach")
     try:
-        socket.create_connection(address, timeout=10).close()
+        socket.create_connection(address[:2], timeout=10).close()
     except ConnectionRefusedError:
         pass  # it answers; its store comes up in a moment
     except OSError as error:
         fail(f"cannot reach master {master} ({address[0]}): {error.strerror or error}")
+print(gpus)
 END
 }
 
@@ -129,6 +155,7 @@ main() {
   case "${1:-}" in
     --help | -h) print_help && exit ;;
     --free-port) free_port "${2:-}" && exit ;;
+    --environment) environment && exit ;;
   esac
   local arguments=() hosts=()
   while [[ $# -gt 0 && "$1" != -* ]]; do
@@ -152,13 +179,21 @@ main() {
   local master="${arguments[3]:-${MASTER_ADDR:-${hosts[0]:-localhost}}}"
   [[ "$nodes" != 1 ]] || master=localhost
   local job="${SLURM_JOB_ID:-${PBS_JOBID:-0}}" port="${arguments[4]:-$MASTER_PORT}"
+  if [[ -z "$port" && "$nodes" == 1 && "$job" == 0 ]]; then
+    port="$((15000 + RANDOM % 15000))" # others of ours may begin at this moment
+  fi
   [[ -n "$port" ]] || port="$(port_of_job)"
-  [[ -n "${arguments[4]:-}" || "$nodes" != 1 ]] || port="$(free_port "$port")"
+  [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
+    fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
+  [[ -n "${arguments[4]:-}" || "$nodes" != 1 ]] || port="$(free_port "$port")" || exit
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
   [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"
-  if [[ -z "$NPROC_PER_NODE" ]]; then
-    NPROC_PER_NODE="${SLURM_GPUS_ON_NODE:-$("${python[@]}" -c \
-      'import torch; print(torch.cuda.device_count() or 1)')}"
+  NPROC_PER_NODE="${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
+  [[ "$NPROC_PER_NODE" =~ ^([1-9][0-9]*)?$ ]] || fail "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number"
+  if [[ -z "$DRY_RUN" || -z "$NPROC_PER_NODE" ]]; then
+    local gpus
+    gpus="$(look "$nodes" "$rank" "$master" "$port")" || exit 2
+    NPROC_PER_NODE="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
   fi
 
   # Threads of CPU work: this node's cores, shared out among the workers.
@@ -176,16 +211,15 @@ main() {
     command=("${command[@]:0:${#python[@]}+2}" --use-env "${command[@]:${#python[@]}+2}")
   fi
 
-  printf '$'
-  printf ' %q' "${command[@]}"
-  echo
+  echo "\$$(printf ' %q' "${command[@]}")" # in one piece: other nodes write, too
   [[ -z "$DRY_RUN" ]] || exit 0
-  check "$nodes" "$rank" "$master" "$port"
   local log
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
-  mkdir -p logs/distributed_training
+  mkdir -p logs/distributed_training && [[ -w logs/distributed_training ]] ||
+    fail "cannot write to $PWD/logs/distributed_training"
   ln -sfn "$log" "logs/distributed_training/latest_node$rank.log"
-  exec "${command[@]}" &> >(exec tee -a "logs/distributed_training/$log")
+  # What is written last is written by the workers: tee goes when they have gone, not at a signal.
+  exec "${command[@]}" &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "logs/distributed_training/$log")
 }
 
 main "$@"

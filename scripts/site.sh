@@ -3,12 +3,15 @@
 # in the repository, before it starts Python; it leaves the command for Python in the array `python`.
 # All is off or found by itself: edit what you need.
 
+set +u # modules and conda use variables that are not set
+
 # ---- modules
 # module purge
 # module load cuda/12.8
 
 # ---- Python: CONDA_ENV, PYTHON, or the .venv of scripts/quickstart.sh
 if [[ -n "${CONDA_ENV:-}" ]]; then
+  [[ -n "$(command -v conda)" ]] || { echo "site.sh: error: CONDA_ENV=$CONDA_ENV, but no conda here" >&2 && exit 2; }
   # A shell that is not interactive has no conda command to activate with, until this is sourced.
   # shellcheck disable=SC1091
   source "$(conda info --base)/etc/profile.d/conda.sh"
@@ -29,3 +32,5 @@ fi
 # export GLOO_SOCKET_IFNAME="eth0"   # the same for gloo: exact names only
 # export NCCL_IB_HCA="mlx5"          # the InfiniBand adapters to use
 # export NCCL_DEBUG=INFO             # says which it uses
+
+set -u

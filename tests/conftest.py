@@ -5,20 +5,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from harness import REPO  # noqa: E402
-
-
-def write_mnist(root: Path, train: int, test: int) -> Path:
-    """A small MNIST in torchvision's layout, made of the first digits of the shipped sample."""
-    for name, count in (("train", train), ("t10k", test)):
-        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
-            source = REPO / "data/mnist_sample/MNIST/raw" / f"{name}-{kind}-ubyte"
-            content = source.read_bytes()
-            head = content[:4] + count.to_bytes(4, "big") + content[8:header]
-            target = root / "MNIST" / "raw" / source.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(head + content[header : header + count * size])
-    return root
+from harness import write_mnist  # noqa: E402
 
 
 @pytest.fixture(scope="session")

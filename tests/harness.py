@@ -75,6 +75,19 @@ class Result:
         return steps
 
 
+def write_mnist(root: Path, train: int, test: int) -> Path:
+    """A small MNIST in torchvision's layout, made of the first digits of the shipped sample."""
+    for name, count in (("train", train), ("t10k", test)):
+        for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
+            source = REPO / "data/mnist_sample/MNIST/raw" / f"{name}-{kind}-ubyte"
+            content = source.read_bytes()
+            head = content[:4] + count.to_bytes(4, "big") + content[8:header]
+            target = root / "MNIST" / "raw" / source.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(head + content[header : header + count * size])
+    return root
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

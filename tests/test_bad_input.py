@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import write_mnist
-from harness import REPO, launch, train
+from harness import REPO, launch, train, write_mnist
 
 
 def refuse(directory, *options, ranks=1, **more) -> str:

@@ -8,8 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import write_mnist
-from harness import REPO, SHARED_MNIST, assert_same_state, launch, train
+from harness import REPO, SHARED_MNIST, assert_same_state, launch, train, write_mnist
 from PIL import Image
 
 import train_distributed

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,6 +137,40 @@ def test_a_signal_to_the_whole_process_group_leaves_the_loader_its_workers(tmp_p
     assert (process.returncode, err) == (0, "")
     assert "Stopped as asked" in out
     assert list((tmp_path / "run").glob("checkpoint_*.pt"))
+
+
+def test_workers_whose_torchrun_was_killed_save_and_end(tmp_path, tiny):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [REPO / "train_distributed.py", *tiny, "--epochs=2000"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command.append(f"--checkpoint-dir={tmp_path / 'run'}")
+    with subprocess.Popen(command, env=env, **streams) as torchrun:
+        while not torchrun.stdout.readline().startswith("  step 10:"):
+            assert torchrun.poll() is None
+        torchrun.kill()
+        text, _ = torchrun.communicate(timeout=60)  # until the last worker has closed its output
+    assert "Stopped as asked" in text
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM")
+
+
+def test_a_rank_that_lost_the_others_says_so_and_lets_the_first_to_fail_exit_first(tmp_path, tiny):
+    ended = {}
+
+    def kill_rank_one(processes):
+        once_it_trains(tmp_path / "run", 0.1, press=lambda process: None)(processes)
+        processes[1].kill()
+        processes[1].join()
+        killed = time.monotonic()
+        processes[0].join(60)
+        ended["after"] = time.monotonic() - killed
+
+    result = launch(tmp_path / "run", 2, *tiny, "--epochs=2000", during=kill_rank_one)
+    assert result.codes == [1, -signal.SIGKILL]
+    lost = r"train_distributed.py: rank 0 on \S+ lost the others \(.+\)\n"
+    assert re.fullmatch(lost, result.err[0]), result.err[0]
+    assert ended["after"] > 2.5
 
 
 def test_a_crash_ends_the_loaders_workers_too(tmp_path, tiny):

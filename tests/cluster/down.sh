@@ -31,14 +31,20 @@ main() {
     exit
   fi
   local file namespace namespaces=() pids=()
+  [[ -d "$CLUSTER/hosts" ]] || { echo "down.sh: error: no cluster of up.sh in $CLUSTER" >&2 && exit 2; }
   for file in "$CLUSTER"/hosts/*; do
     namespace="$(readlink "/proc/$(<"$file")/ns/net")" || continue
-    # After a reboot, the process may be another one: never end those of the machine itself.
-    [[ "$namespace" == "$(readlink /proc/self/ns/net)" ]] || namespaces+=("$namespace")
+    # After a reboot, it may be another process.
+    if grep -qzxF "CLUSTER=$CLUSTER" "/proc/$(<"$file")/environ" 2>/dev/null; then
+      namespaces+=("$namespace")
+    fi
   done
-  while mapfile -t pids < <(pids_in "${namespaces[@]}") && [[ ${#pids[@]} -gt 0 ]]; do
+  while [[ ${#namespaces[@]} -gt 0 ]] && mapfile -t pids < <(pids_in "${namespaces[@]}") && [[ ${#pids[@]} -gt 0 ]]; do
     kill -KILL "${pids[@]}" 2>/dev/null || true
     sleep 0.1
+  done
+  for file in "$CLUSTER"/hosts/*; do # what PROCTRACK=cgroup leaves
+    find /sys/fs/cgroup -depth -type d -path "*/slurm_${file##*/}*" -exec rmdir {} + 2>/dev/null || true
   done
   rm -rf "$CLUSTER"
 }

@@ -29,7 +29,7 @@ main() {
   fi
   local host="$1" pid
   pid="$(<"$CLUSTER/hosts/$host")"
-  export SLURM_CONF="$CLUSTER/slurm.conf"
+  export SLURM_CONF="$CLUSTER/slurm.conf" TMPDIR="$CLUSTER/tmp"
   exec nsenter --target "$pid" --net --uts --mount --wd="$PWD" -- "${@:2}"
 }
 

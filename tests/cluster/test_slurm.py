@@ -1,208 +1,244 @@
-"""The Slurm launchers on a real Slurm of two nodes: who runs where, and what they end with."""
+"""The Slurm launchers on a real Slurm: who runs where. As the guide shows them: test_guide.py."""
 
 import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
-import torch
-from harness import LAUNCH_VARIABLES, REPO, assert_same_state, train
+from hosts import probed
 
-HERE = Path(__file__).resolve().parent
-TOOLS = ["slurmctld", "slurmd", "munged", "sshd", "pdsh", "ip", "nsenter"]
-
-
-@pytest.fixture(scope="module")
-def on():
-    """A cluster of two nodes with four GPU slots each; a function that runs a command on a host."""
-    missing = [tool for tool in TOOLS if not shutil.which(tool)]
-    if missing or os.geteuid():
-        reason = "needs root and, of Debian, " + ", ".join(missing) + ": tests/run.sh --cluster"
-        assert os.environ.get("CLUSTER_TESTS") != "required", reason
-        pytest.skip(reason)
-    env = {k: v for k, v in os.environ.items() if not LAUNCH_VARIABLES.search(k)}
-    env |= {"CLUSTER": f"/tmp/cluster-{os.getpid()}", "PYTHON": sys.executable}
-    up = subprocess.run([HERE / "up.sh", "2", "4"], env=env, capture_output=True, text=True)
-    assert up.returncode == 0, up.stdout + up.stderr
-
-    def run(host, *command, cwd=REPO, **more) -> subprocess.CompletedProcess:
-        command = [HERE / "on.sh", host, *command]
-        return subprocess.run(
-            list(map(str, command)),
-            cwd=cwd,
-            env=env | more,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-
-    yield run
-    subprocess.run([HERE / "down.sh"], env=env, check=True)
-    assert not Path(env["CLUSTER"]).exists()
-
-
-@pytest.fixture(scope="module")
-def repo(tmp_path_factory):
-    """A copy of the repository, in a directory with a space in its name."""
-    copy = tmp_path_factory.mktemp("cluster") / "my repo"
-    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "data")
-    shutil.copytree(REPO, copy, symlinks=True, ignore=ignore)
-    return copy
-
-
-@pytest.fixture(scope="module")
-def options(tiny):
-    return [*tiny, "--epochs=1", "--global-batch-size=48"]
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory, options):
-    """What four ranks on one machine end with, without any launcher."""
-    run = train(tmp_path_factory.mktemp("expected") / "run", 4, *options)
-    return run.checkpoint("checkpoint_epoch_1")
-
-
-def submit(on, cwd, *words, **env) -> str:
-    """sbatch, wait for the end of the job; its output."""
-    result = on("login", "sbatch", "--wait", "--parsable", *words, cwd=cwd, **env)
-    output = Path(cwd) / f"slurm-{result.stdout.split(';')[0].strip()}.out"
-    text = output.read_text() if output.exists() else ""
-    assert result.returncode == 0, result.stderr + text
-    return text
-
-
-def check(text: str, run: Path, shape: str, ranks: dict[str, str], expected: dict) -> None:
-    assert f"Starting distributed training on 4 processes ({shape})" in text, text
-    assert dict(re.findall(r"(?m)^  (\w+): ranks? ([\d,-]+) on CPU$", text)) == ranks, text
-    state = torch.load(run / "checkpoint_epoch_1.pt", weights_only=True)
-    assert_same_state(state, expected)
-
-
-LAUNCHERS = ["run_distributed.slurm", "slurm_train_multinode.sh", "scripts/slurm/slurm_train.sh"]
+LAUNCHERS = ["run_distributed.slurm", "slurm_train_multinode.sh"]
 TWO_BY_TWO = ["--nodes=2", "--gpus-per-node=2"]
-TWO_NODES = ("2 nodes x 2", {"node01": "0-1", "node02": "2-3"})
+TWO_NODES = {"node01": "0-1", "node02": "2-3"}
+
+
+@pytest.mark.parametrize("launcher", ["run_distributed.slurm", "scripts/slurm/slurm_train.sh"])
+def test_two_nodes_of_four_as_shipped(cluster, repo, probe, launcher):
+    code, text = cluster.sbatch(repo, launcher, TRAIN_SCRIPT=str(probe))
+    assert code == 0, text
+    where = [(r["rank"], r["local_rank"], r["host"]) for r in probed(text)]
+    assert where == [(n, n % 4, f"node{n // 4 + 1:02}") for n in range(8)]
+
+
+def test_one_node_of_four(cluster, repo, tmp_path, probe, options, check):
+    run = f"--checkpoint-dir={tmp_path / 'run'}"
+    code, text = cluster.sbatch(repo, "--nodes=1", LAUNCHERS[0], *options, run)
+    assert code == 0, text
+    check(text, tmp_path / "run", {text.split("Master node: ")[1][:6]: "0-3"})
+    link = "scripts/slurm/slurm_train_single_node.sh"
+    code, text = cluster.sbatch(repo, link, TRAIN_SCRIPT=str(probe))
+    assert code == 0, text
+    assert [(r["local_rank"], r["world_size"]) for r in probed(text)] == [(n, 4) for n in range(4)]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_nodes_of_two(on, repo, tmp_path, options, expected, launcher):
-    run = f"--checkpoint-dir={tmp_path / 'run'}"
-    text = submit(on, repo, *TWO_BY_TWO, launcher, "configs/default_config.yaml", *options, run)
-    assert "Master node: node01" in text
-    check(text, tmp_path / "run", *TWO_NODES, expected)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--nodes=1", "run_distributed.slurm"],
-        ["slurm_train_single_node.sh"],
-        ["scripts/slurm/slurm_train_single_node.sh"],
-    ],
-    ids=lambda words: words[-1],
-)
-def test_one_node_of_four_as_shipped(on, repo, tmp_path, options, expected, words):
-    text = submit(on, repo, *words, *options, f"--checkpoint-dir={tmp_path / 'run'}")
-    check(
-        text, tmp_path / "run", "1 node x 4", {text.split("Master node: ")[1][:6]: "0-3"}, expected
-    )
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS[:2])
 @pytest.mark.parametrize(
     "left", [["--ntasks-per-node=2", "--gpus-per-task=1"], ["--ntasks-per-node=3", "-c1"]], ids=str
 )
-def test_directives_left_over_from_another_script_do_no_harm(
-    on, repo, tmp_path, options, expected, launcher, left
-):
-    run = f"--checkpoint-dir={tmp_path / 'run'}"
-    text = submit(on, repo, *TWO_BY_TWO, *left, launcher, *options, run)
-    check(text, tmp_path / "run", *TWO_NODES, expected)
+def test_directives_left_over_from_another_script_do_no_harm(cluster, repo, probe, launcher, left):
+    words = [*TWO_BY_TWO, *left, launcher]
+    code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(probe))
+    assert code == 0, text
+    where = [(r["rank"], r["local_rank"], r["host"]) for r in probed(text)]
+    assert where == [(0, 0, "node01"), (1, 1, "node01"), (2, 0, "node02"), (3, 1, "node02")]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS[:2])
-def test_submitted_from_another_directory(on, repo, tmp_path, options, expected, launcher):
-    run = f"--checkpoint-dir={tmp_path / 'run'}"
-    text = submit(on, tmp_path, *TWO_BY_TWO, repo / launcher, *options, run)
-    check(text, tmp_path / "run", *TWO_NODES, expected)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_submitted_from_another_directory(cluster, repo, tmp_path, probe, launcher):
+    words = [*TWO_BY_TWO, repo / launcher, "--mine", "a b"]
+    code, text = cluster.sbatch(tmp_path, *words, TRAIN_SCRIPT=str(probe))
+    assert code == 0, text
+    assert [record["argv"][-2:] for record in probed(text)] == [["--mine", "a b"]] * 4
 
 
-def test_submitted_as_a_copy(on, repo, tmp_path, options, expected):
-    copy, run = tmp_path / "my.slurm", f"--checkpoint-dir={tmp_path / 'run'}"
+def test_submitted_as_a_copy(cluster, repo, tmp_path, probe):
+    copy, env = tmp_path / "my.slurm", {"TRAIN_SCRIPT": str(probe)}
     shutil.copy(repo / "run_distributed.slurm", copy)
-    words = [*TWO_BY_TWO, copy, *options, run]
-    check(submit(on, repo, *words), tmp_path / "run", *TWO_NODES, expected)
-    lost = on("login", "sbatch", "--wait", "--parsable", *words, cwd=tmp_path)
-    text = (tmp_path / f"slurm-{lost.stdout.strip()}.out").read_text()
-    assert lost.returncode == 2
-    assert text == (
+    code, text = cluster.sbatch(repo, *TWO_BY_TWO, copy, **env)
+    assert code == 0 and len(probed(text)) == 4, text
+    assert cluster.sbatch(tmp_path, *TWO_BY_TWO, copy, **env) == (
+        2,
         f"run_distributed.slurm: error: no train_distributed.py in {tmp_path}: submit from the "
-        "repository, or set REPO_ROOT\n"
+        "repository, or set REPO_ROOT\n",
     )
-    assert "Finished" not in text
-    again = submit(on, tmp_path, *words, REPO_ROOT=str(repo))
-    assert "Nothing to do" in again
+    code, text = cluster.sbatch(tmp_path, *TWO_BY_TWO, copy, REPO_ROOT=str(repo), **env)
+    assert code == 0 and len(probed(text)) == 4, text
 
 
-def test_dry_run_prints_the_command_and_runs_nothing(on, repo):
-    for launcher in LAUNCHERS[:2]:
-        text = submit(on, repo, *TWO_BY_TWO, launcher, "--lr=0.1", DRY_RUN="1")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_eight_gpus_a_node_and_a_script_of_the_users_own(cluster, repo, probe, launcher):
+    words = [
+        "--nodes=2",
+        "--gpus-per-node=8",
+        launcher,
+        "configs/default_config.yaml",
+        "--mine",
+        "a b",
+    ]
+    code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(probe), QUOTED='it\'s "so"')
+    assert code == 0, text
+    records = probed(text)
+    assert [r["rank"] for r in records] == list(range(16))
+    assert [r["local_rank"] for r in records] == [*range(8)] * 2
+    assert [r["host"] for r in records] == ["node01"] * 8 + ["node02"] * 8
+    assert {r["world_size"] for r in records} == {16}
+    assert {r["quoted"] for r in records} == {'it\'s "so"'}
+    assert records[0]["argv"][-2:] == ["--mine", "a b"]
+
+
+def test_dry_run_prints_the_command_and_runs_nothing(cluster, repo):
+    for launcher in LAUNCHERS:
+        code, text = cluster.sbatch(repo, *TWO_BY_TWO, launcher, "--lr=0.1", DRY_RUN="1")
+        assert code == 0
         assert text.startswith("$ srun --nodes=2 ") and text.rstrip().endswith(" --lr=0.1")
         assert text.count("\n") == 1
 
 
-def test_two_jobs_on_one_node_at_once_do_not_meet(on, repo, tmp_path, options):
+def test_two_jobs_on_one_node_at_once_do_not_meet(cluster, repo, tmp_path, options):
     jobs = []
     for name in "ab":
-        words = ["--nodes=1", "--gpus-per-node=2", "--nodelist=node01"]
-        words.append(repo / "run_distributed.slurm")
-        run = f"--checkpoint-dir={tmp_path / name}"
-        jobs.append(
-            on(
-                "login",
-                "sbatch",
-                "--parsable",
-                *words,
-                *options,
-                run,
-                cwd=tmp_path,
-                REPO_ROOT=str(repo),
-            )
-        )
-    for job in jobs:
-        assert job.returncode == 0, job.stderr
-        wait = ["srun", "--nodes=1", f"--dependency=afterany:{job.stdout.strip()}", "true"]
-        waited = on("login", *wait)
-        assert waited.returncode == 0, waited.stderr
+        words = ["--nodes=1", "--gpus-per-node=2", "--nodelist=node01", "run_distributed.slurm"]
+        words += [*options, f"--checkpoint-dir={tmp_path / name}"]
+        code, text = cluster.on("login", "sbatch", "--parsable", *words, cwd=repo)
+        assert code == 0, text
+        jobs.append(text.strip())
     for name, job in zip("ab", jobs, strict=True):
-        output = (tmp_path / f"slurm-{job.stdout.strip()}.out").read_text()
-        assert (tmp_path / name / "checkpoint_epoch_1.pt").exists(), output
+        code, text = cluster.end_of_job(job)
+        assert code == 0, text
+        assert (tmp_path / name / "checkpoint_epoch_1.pt").exists(), text
 
 
-def test_plain_python_in_a_batch_job_is_one_process(on, repo, tmp_path, options):
+def test_a_busy_port_is_passed_over_and_said(cluster, repo, probe):
+    code, text = cluster.on("login", "sbatch", "--parsable", "--wrap=true", cwd=probe.parent)
+    assert code == 0, text
+    cluster.end_of_job(text.strip())
+    port = 15000 + 16 * (int(text) + 1) % 15000
+    listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(60)"
+    listener = cluster.start("node01", sys.executable, "-c", listen)
+    try:
+        code, text = cluster.sbatch(
+            repo, *TWO_BY_TWO, "run_distributed.slurm", TRAIN_SCRIPT=str(probe)
+        )
+    finally:
+        listener.kill()
+        listener.communicate()
+    assert code == 0, text
+    assert f"cluster_train.sh: node01: port {port} is busy, taking the next" in text
+    assert f"--master-port {port + 1} " in text
+    assert [record["world_size"] for record in probed(text)] == [4] * 4
+
+
+def test_plain_python_in_a_batch_job_is_one_process(cluster, repo, tmp_path, options):
     script = tmp_path / "plain.sh"
     command = f"{sys.executable} train_distributed.py {' '.join(options)} --stop-at-step=1"
     script.write_text(f"#!/bin/bash\n{command} --checkpoint-dir={tmp_path / 'run'}\n")
-    text = submit(on, repo, "--nodes=2", "--ntasks-per-node=2", script)
+    _, text = cluster.sbatch(repo, "--nodes=2", "--ntasks-per-node=2", script)
     assert "Starting distributed training on 1 process (1 node x 1)" in text
 
 
-def test_one_gpu_per_task_and_a_rank_that_is_missing(on, repo, tmp_path, options):
+def test_one_gpu_per_task_and_a_rank_that_is_missing(cluster, repo, tmp_path, options):
     step = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-task=1", sys.executable]
     step += ["train_distributed.py", *options, f"--checkpoint-dir={tmp_path / 'run'}"]
-    result = on("login", *step, "--stop-at-step=1", cwd=repo)
-    assert result.returncode == 0, result.stderr
-    assert "Starting distributed training on 2 processes (2 nodes x 1)" in result.stdout
-    result = on("login", *step, "--nodes=3", cwd=repo)
-    assert "error: --nodes 3, but this job runs on 2: node01, node02" in result.stderr
+    code, text = cluster.on("login", *step, "--stop-at-step=1", cwd=repo)
+    assert code == 0, text
+    assert "Starting distributed training on 2 processes (2 nodes x 1)" in text
+    _, text = cluster.on("login", *step, "--nodes=3", cwd=repo)
+    assert "error: --nodes 3, but this job runs on 2: node01, node02" in text
 
 
-def test_a_config_that_is_missing_is_named(on, repo):
-    for launcher in LAUNCHERS[:2]:
-        words = [*TWO_BY_TWO, "--wait", "--parsable", launcher, "absent.yaml"]
-        result = on("login", "sbatch", *words, cwd=repo)
-        text = (repo / f"slurm-{result.stdout.strip()}.out").read_text()
-        assert result.returncode != 0
+def test_a_config_that_is_missing_is_named(cluster, repo):
+    for launcher in LAUNCHERS:
+        code, text = cluster.sbatch(repo, *TWO_BY_TWO, launcher, "absent.yaml")
+        assert code != 0
         assert f"there is no config absent.yaml in {repo}" in text
+
+
+def started(cluster, repo, run, tiny, *words) -> str:
+    """The id of a job in the middle of a training that would go on for long."""
+    options = [*tiny, "--epochs=2000", f"--checkpoint-dir={run}"]
+    code, text = cluster.on("login", "sbatch", "--parsable", *words, *options, cwd=repo)
+    assert code == 0, text
+    deadline, metrics = time.monotonic() + 60, run / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size > 1000):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return text.strip()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_fails_ends_the_job_and_its_node_is_named(cluster, repo, tmp_path, launcher):
+    script = tmp_path / "my_train.py"  # the others would wait for it for ever
+    script.write_text(
+        "import os, socket, sys, time\n"
+        "if socket.gethostname() == 'node02':\n"
+        "    sys.exit(3)\n"
+        "time.sleep(1000)\n"
+    )
+    words = ["--nodes=2", "--gpus-per-node=1", launcher]
+    code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(script))
+    assert code != 0
+    cluster.assert_nothing_left(10)
+    assert re.search(r"srun: error: (node\d+): task", text)[1] == "node02", text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("cluster_name", ["cluster", "racks"])  # two ways of following processes
+def test_a_cancelled_job_leaves_nothing(request, repo, tmp_path, tiny, cluster_name, launcher):
+    where = request.getfixturevalue(cluster_name)
+    shape = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    words = [*shape, f"--output={tmp_path}/out", launcher]
+    job = started(where, repo, tmp_path / "run", tiny, *words)
+    assert where.on("login", "scancel", job)[0] == 0
+    where.assert_nothing_left(15)  # Slurm sends SIGTERM, and 5 s (KillWait) later SIGKILL
+
+
+def test_node_names_with_suffixes_and_a_process_tracker_of_its_own(
+    racks, repo, tmp_path, probe, options, check
+):
+    hosts = {f"rack{n // 2 + 1:02}-n{n % 2 + 1}": str(n) for n in range(4)}
+    words = ["--nodes=4", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    words += ["--output=racks-%j.out"]
+    run = tmp_path / "run"
+    code, text = racks.sbatch(repo, *words, LAUNCHERS[0], *options, f"--checkpoint-dir={run}")
+    assert code == 0, text
+    check(text, run, hosts)
+    code, text = racks.sbatch(repo, *words, LAUNCHERS[1], TRAIN_SCRIPT=str(probe))
+    assert code == 0, text
+    assert {r["host"]: str(r["rank"]) for r in probed(text)} == hosts
+    racks.assert_nothing_left()
+
+
+@pytest.mark.parametrize("cpus", [[], ["--cpus-per-task=1"]], ids=["unset", "set"])
+@pytest.mark.skipif(os.cpu_count() < 2, reason="binds two tasks to cores of their own")
+def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
+    # As shipped, but for the directive that asks for more cores than this machine has.
+    for name in LAUNCHERS:
+        script = tmp_path / name
+        text = (repo / name).read_text()
+        script.write_text(
+            "".join(line for line in text.splitlines(True) if "#SBATCH --cpus" not in line)
+        )
+        words = [*TWO_BY_TWO, "--ntasks-per-node=2", *cpus, "--output=racks-%j.out", script]
+        code, text = racks.sbatch(repo, *words, TRAIN_SCRIPT=str(probe))
+        assert code == 0, text
+        records = probed(text)
+        assert [record["local_rank"] for record in records] == [0, 1] * 2
+        share = 1 if cpus else os.cpu_count() // 2
+        for first, second in (records[:2], records[2:]):
+            if name == "slurm_train_multinode.sh":  # srun binds each task
+                assert len(first["cores"]) == len(second["cores"]) == share, text
+                assert not set(first["cores"]) & set(second["cores"]), text
+            else:  # torchrun's workers share those of the node; the trainer divides them
+                assert first["cores"] == second["cores"] and len(first["cores"]) == 2 * share
+    if not cpus:  # one task that asks for two cores
+        alone = [
+            "--nodes=1",
+            "--gpus-per-node=1",
+            "--ntasks-per-node=1",
+            "--cpus-per-task=2",
+            words[-2],
+        ]
+        code, text = racks.sbatch(repo, *alone, tmp_path / LAUNCHERS[1], TRAIN_SCRIPT=str(probe))
+        assert code == 0 and len(probed(text)[0]["cores"]) == 2, text

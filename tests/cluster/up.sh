@@ -7,8 +7,9 @@
 #
 # Environment:
 #   CLUSTER    its directory: pids, logs, keys, configuration    [/tmp/cluster]
-#   PREFIX     the nodes are PREFIX01, PREFIX02 ...               [node]
-#   PROCTRACK  how Slurm finds a job's processes: linuxproc or cgroup  [linuxproc]
+#   NAMES      of the nodes, instead of node01 node02 ...         []
+#   CPUS       cores that a node claims; Slurm binds tasks to them if they are not more than there are  [64]
+#   PROCTRACK  how Slurm finds a job's processes: linuxproc or cgroup    [linuxproc]
 #
 # Examples:
 #   tests/cluster/up.sh 2 && tests/cluster/on.sh login sinfo
@@ -18,7 +19,8 @@
 set -euo pipefail
 
 CLUSTER="${CLUSTER:-/tmp/cluster}"
-PREFIX="${PREFIX:-node}"
+NAMES="${NAMES:-}"
+CPUS="${CPUS:-64}"
 PROCTRACK="${PROCTRACK:-linuxproc}"
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -55,6 +57,7 @@ make_host() {
   "$on" "$1" hostname "$1"
   "$on" "$1" ip link set lo up
   "$on" "$1" mount --bind "$CLUSTER/etc-hosts" /etc/hosts
+  "$on" "$1" mount --bind "$CLUSTER/nsswitch.conf" /etc/nsswitch.conf
   "$on" "$1" mount --bind "$CLUSTER/ssh_config" /etc/ssh/ssh_config
   "$on" "$1" mount -t tmpfs -o mode=755 tmpfs /run
   "$on" "$1" mkdir /run/sshd
@@ -66,6 +69,11 @@ make_host() {
   fi
   "$on" "$1" ip address add "$2/24" dev eth0
   "$on" "$1" ip link set eth0 up
+}
+
+# name ADDRESS NAME: in /etc/hosts; as PyTorch asks for it too, which would warn of an address without.
+name() {
+  printf '%s %s\n' "$1" "$2" "::ffff:$1" "$2" >>"$CLUSTER/etc-hosts"
 }
 
 configure_ssh() {
@@ -81,20 +89,22 @@ HostKey $CLUSTER/host_key
 AuthorizedKeysFile $CLUSTER/user_key.pub
 PidFile none
 PermitRootLogin yes
+SetEnv TMPDIR=$CLUSTER/tmp
 StrictModes no
 UsePAM no
 END
 }
 
-# configure_slurm NODES SLOTS
+# configure_slurm SLOTS NODE...
 configure_slurm() {
-  local name
-  name="${PREFIX}[01-$(printf %02d "$1")]"
+  local slots="$1" names
+  shift
+  names="$(IFS=, && echo "$*")"
   mkdir "$CLUSTER/state" "$CLUSTER/spool" "$CLUSTER/gpus"
-  for ((slot = 0; slot < $2; slot++)); do
+  for ((slot = 0; slot < slots; slot++)); do
     mknod "$CLUSTER/gpus/gpu$slot" c 1 3 # Slurm wants real devices: /dev/null under other names
   done
-  echo "Name=gpu File=$CLUSTER/gpus/gpu[0-$(($2 - 1))]" >"$CLUSTER/gres.conf"
+  echo "Name=gpu File=$CLUSTER/gpus/gpu[0-$((slots - 1))]" >"$CLUSTER/gres.conf"
   cat >"$CLUSTER/slurm.conf" <<END
 ClusterName=test
 SlurmctldHost=login
@@ -107,15 +117,15 @@ SlurmdPidFile=$CLUSTER/slurmd-%n.pid
 SlurmctldLogFile=$CLUSTER/slurmctld.log
 SlurmdLogFile=$CLUSTER/slurmd-%n.log
 ProctrackType=proctrack/$PROCTRACK
-TaskPlugin=task/none
+TaskPlugin=task/$( ((CPUS > $(nproc))) && echo none || echo affinity)
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
 GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 KillWait=5
-NodeName=$name CPUs=64 Gres=gpu:$2
-PartitionName=all Nodes=$name Default=YES State=UP OverSubscribe=YES
+NodeName=$names CPUs=$CPUS Gres=gpu:$slots
+PartitionName=all Nodes=$names Default=YES State=UP OverSubscribe=YES
 END
   printf 'CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n' >"$CLUSTER/cgroup.conf"
 }
@@ -153,24 +163,27 @@ main() {
   fi
   local nodes="${1:-2}" slots="${2:-8}" hosts=() number
   check
-  mkdir -p "$CLUSTER/hosts"
-  trap '"$here/down.sh"' ERR
-  mapfile -t hosts < <(for ((number = 1; number <= nodes; number++)); do
-    printf '%s%02d\n' "$PREFIX" "$number"
-  done)
-  echo "127.0.0.1 localhost" >"$CLUSTER/etc-hosts"
-  echo "10.77.0.1 login" >>"$CLUSTER/etc-hosts"
+  mkdir -p "$CLUSTER/hosts" "$CLUSTER/tmp"
+  trap '"$here/down.sh"' EXIT # unless all goes well
+  for ((number = 1; number <= nodes; number++)); do
+    hosts+=("$(printf 'node%02d' "$number")")
+  done
+  [[ -z "$NAMES" ]] || read -r -a hosts <<<"$NAMES"
+  sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"$CLUSTER/nsswitch.conf" # no name server there
+  name 127.0.0.1 localhost
+  name 10.77.0.1 login
   for number in "${!hosts[@]}"; do
-    echo "10.77.0.$((11 + number)) ${hosts[number]}" >>"$CLUSTER/etc-hosts"
+    name "10.77.0.$((11 + number))" "${hosts[number]}"
   done
   configure_ssh
-  configure_slurm "$nodes" "$slots"
+  configure_slurm "$slots" "${hosts[@]}"
   make_host login 10.77.0.1
   for number in "${!hosts[@]}"; do
     make_host "${hosts[number]}" "10.77.0.$((11 + number))"
   done
   start "${hosts[@]}"
   wait_until_ready
+  trap - EXIT
   echo "Up: login, ${hosts[*]}. On a host: $on login sinfo. Down: $here/down.sh"
 }
 

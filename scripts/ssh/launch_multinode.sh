@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Several machines by hand, as launch_torchrun_multinode.sh, for a PyTorch without torchrun: its workers
+# are started by torch.distributed.launch.
+#
+# Usage: scripts/ssh/launch_multinode.sh CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR [options]
+#
+# Environment: that of launch_torchrun_multinode.sh
+#
+# Examples:
+#   scripts/ssh/launch_multinode.sh configs/default_config.yaml 4 2 0 node01    # on node01
+#   scripts/ssh/launch_multinode.sh configs/default_config.yaml 4 2 1 node01    # on node02
+
+set -euo pipefail
+
+print_help() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+main() {
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help
+    exit
+  fi
+  export LAUNCHER=torch.distributed.launch
+  exec "$(dirname "${BASH_SOURCE[0]}")/launch_torchrun_multinode.sh" "$@"
+}
+
+main "$@"

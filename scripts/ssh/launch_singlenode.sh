@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# This machine alone, one worker per GPU.
+#
+# Usage: scripts/ssh/launch_singlenode.sh CONFIG GPUS [options of train_distributed.py]
+#
+# Environment: that of scripts/cluster_train.sh; DRY_RUN=1 prints the command only
+#
+# Examples:
+#   scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4
+#   scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4 --epochs 10
+
+set -euo pipefail
+
+fail() {
+  echo "launch_singlenode.sh: error: $*" >&2
+  exit 2
+}
+
+print_help() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+main() {
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help
+    exit
+  fi
+  [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS: '${2:-}' is no number of GPUs"
+  export NPROC_PER_NODE="$2"
+  exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" 1 0 localhost "" "${@:3}"
+}
+
+main "$@"

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Several machines by hand: one call on each, in any order, all but NODE_RANK the same. Those that come
+# first wait for the others.
+#
+# Usage: scripts/ssh/launch_torchrun_multinode.sh CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR [options]
+#
+# MASTER_ADDR is a name or address of node rank 0 that all others reach. The options, from the first
+# word with a dash on, go to train_distributed.py.
+#
+# Environment (and that of scripts/cluster_train.sh):
+#   MASTER_PORT  free on node rank 0, and the same in all calls    [29400]
+#
+# Examples:
+#   scripts/ssh/launch_torchrun_multinode.sh configs/default_config.yaml 4 2 0 node01    # on node01
+#   scripts/ssh/launch_torchrun_multinode.sh configs/default_config.yaml 4 2 1 node01    # on node02
+
+set -euo pipefail
+
+MASTER_PORT="${MASTER_PORT:-29400}"
+
+fail() {
+  echo "launch_torchrun_multinode.sh: error: $*" >&2
+  exit 2
+}
+
+print_help() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+main() {
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help
+    exit
+  fi
+  local usage="CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR"
+  [[ "${2:-} ${3:-} ${4:-}" =~ ^[1-9][0-9]*\ [1-9][0-9]*\ [0-9]+$ ]] ||
+    fail "$usage: '${2:-}', '${3:-}' and '${4:-}' should be numbers"
+  (($4 < $3)) || fail "$usage: of $3 nodes, the ranks are 0 to $(($3 - 1)), not $4"
+  [[ "${5:-}" =~ ^[A-Za-z0-9] ]] || fail "$usage: '${5:-}' is no MASTER_ADDR"
+  export NPROC_PER_NODE="$2"
+  exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" "$3" "$4" "$5" "$MASTER_PORT" "${@:6}"
+}
+
+main "$@"

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Does distributed training work here? All processes meet, check an all_reduce and say where they are;
+# they train 20 steps, and 20 steps with a stop after 10: both must end with the same weights, bit for
+# bit. Ends in one line, PASS or FAIL with the reason, in under a minute.
+#
+# Usage: scripts/test_distributed.sh [N]    N processes on this machine      (default: as many as GPUs)
+#        scripts/test_distributed.sh        inside of an allocation (salloc, sbatch, qsub): on all of it
+#
+# Environment (and that of scripts/cluster_train.sh):
+#   DRY_RUN  1: print the commands only    []
+#
+# Examples:
+#   scripts/test_distributed.sh 2
+#   salloc --nodes=2 --gpus-per-node=4 scripts/test_distributed.sh
+
+set -euo pipefail
+
+DRY_RUN="${DRY_RUN:-}"
+
+print_help() {
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+}
+
+finish() {
+  echo "$*"
+  if [[ "$1" == PASS:* ]]; then
+    rm -rf "$directory"
+    exit
+  fi
+  exit 1
+}
+
+# train RUN STEP: up to that step, as a user would here; what is said goes to the screen and RUN.log.
+train() {
+  local command=(scripts/cluster_train.sh) log="$directory/$1.log"
+  if [[ -n "${SLURM_JOB_ID:-}" ]]; then
+    command=(bash run_distributed.slurm)
+  elif [[ -f "${PBS_NODEFILE:-}" ]]; then
+    command=(bash scripts/pbs/pbs_train.sh)
+  fi
+  command+=(configs/default_config.yaml --checkpoint-dir "$directory/$1" --stop-at-step "$2"
+    --batch-size 8 --epochs 100 --warmup-epochs 0 --deterministic --init-timeout 60 --collective-timeout 60)
+  if [[ -n "$DRY_RUN" ]]; then
+    echo "\$ ${command[*]}"
+  elif ! "${command[@]}" |& tee "$log"; then
+    finish "FAIL: $(grep 'error: ' "$log" | head -n 1 || tail -n 1 "$log") (all of it: $log)"
+  fi
+}
+
+# compare A B: are the weights and the optimizer's state of the two checkpoints the same?
+compare() {
+  "${python[@]}" - "$@" <<'END'
+import sys, torch
+
+a, b = (torch.load(path, weights_only=True, map_location="cpu") for path in sys.argv[1:])
+state = [[*s["model"].values(), *(v for values in s["optimizer"]["state"].values()
+                                  for v in values.values() if torch.is_tensor(v))] for s in (a, b)]
+sys.exit(not state[0] or len(state[0]) != len(state[1]) or not all(map(torch.equal, *state)))
+END
+}
+
+main() {
+  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
+    print_help
+    exit
+  fi
+  cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  # shellcheck source=scripts/site.sh
+  source scripts/site.sh
+  [[ -z "${1:-}" ]] || export NPROC_PER_NODE="$1"
+  directory="$PWD/runs/test_distributed_$(date +%Y%m%d_%H%M%S)_$$"
+  [[ -n "$DRY_RUN" ]] || mkdir -p "$directory"
+  train straight 20
+  train stopped 10
+  train stopped 20
+  [[ -z "$DRY_RUN" ]] || exit 0
+  compare "$directory"/{straight,stopped}/checkpoint_step_20.pt ||
+    finish "FAIL: with a stop and a resume the weights are others than without (see $directory)"
+  finish "PASS: 20 steps, and 20 with a stop and a resume, end with the same weights"
+}
+
+main "$@"

@@ -1,0 +1,110 @@
+"""A real cluster for the tests of the launchers: Slurm and sshd in namespaces of this machine."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import REPO, assert_same_state, train
+from hosts import HERE, PROBE, Cluster, why_not
+
+left_out: list = []
+
+
+def pytest_collection_modifyitems(config, items):
+    if not (reason := why_not()):
+        return
+    if os.environ.get("CLUSTER_TESTS") == "required":
+        raise pytest.UsageError(f"the cluster tests are required, but need {reason}")
+    left_out[:] = [item for item in items if HERE in item.path.parents]
+    items[:] = [item for item in items if HERE not in item.path.parents]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if left_out:  # one line, and loud
+        line = f"{len(left_out)} CLUSTER TESTS SKIPPED: they need {why_not()}"
+        terminalreporter.write_line(f"{line}. To run them: tests/run.sh --cluster", red=True)
+    here = HERE.relative_to(REPO).as_posix()
+    done = [r for o in ("passed", "failed") for r in terminalreporter.getreports(o)]
+    if ran := sum(report.nodeid.startswith(here) for report in done):
+        terminalreporter.write_line(f"{ran} tests ran on a real cluster of Slurm and sshd")
+
+
+@pytest.fixture
+def probe(tmp_path):
+    path = tmp_path / "my_train.py"
+    path.write_text(PROBE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Two nodes, node01 and node02, with eight GPU slots each."""
+    cluster = Cluster(Path(f"/tmp/cluster-{os.getpid()}"), 2, 8)
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(cluster):
+    """Every test ends with none of its processes on any host."""
+    yield
+    cluster.assert_nothing_left()
+
+
+@pytest.fixture(scope="session")
+def racks():
+    """Four nodes rack01-n1 ... rack02-n2, of two GPU slots and as many cores as the machine has.
+
+    Slurm binds tasks to their cores, and follows them by cgroup where the machine lets it.
+    """
+    names = " ".join(f"rack{rack:02}-n{node}" for rack in (1, 2) for node in (1, 2))
+    cgroup = os.access("/sys/fs/cgroup/freezer", os.W_OK)
+    cluster = Cluster(
+        Path(f"/tmp/racks-{os.getpid()}"),
+        *(4, 2),
+        NAMES=names,
+        CPUS=str(os.cpu_count()),
+        PROCTRACK="cgroup" if cgroup else "linuxproc",
+    )
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture(scope="session")
+def repo(tmp_path_factory):
+    """A copy of the repository, in a directory with a space in its name."""
+    copy = tmp_path_factory.mktemp("cluster") / "my repo"
+    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
+    shutil.copytree(REPO, copy, symlinks=True, ignore=ignore)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def options(tiny):
+    return [*tiny, "--epochs=1", "--global-batch-size=48"]
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory, options):
+    """What four ranks on one machine end with, without any launcher."""
+    run = train(tmp_path_factory.mktemp("expected") / "run", 4, *options)
+    return run.checkpoint("checkpoint_epoch_1")
+
+
+@pytest.fixture
+def check(expected):
+    """Fails unless the output tells of four ranks, on these hosts, and the run of their weights."""
+
+    def check(text: str, run: Path, hosts: dict[str, str]) -> None:
+        nodes = f"{len(hosts)} node{'s' * (len(hosts) > 1)} x {4 // len(hosts)}"
+        assert f"Starting distributed training on 4 processes ({nodes})" in text, text
+        told = dict(re.findall(r"(?m)^(?:\S+: )?  (\S+): ranks? ([\d,-]+) on CPU$", text))
+        assert told == hosts, text
+        state = torch.load(run / "checkpoint_epoch_1.pt", weights_only=True)
+        assert_same_state(state, expected)
+
+    return check

@@ -1,0 +1,145 @@
+"""The cluster of up.sh from Python: run things on its hosts, look at what runs there."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import LAUNCH_VARIABLES, REPO
+
+HERE = Path(__file__).resolve().parent
+TOOLS = ["slurmctld", "slurmd", "munged", "sshd", "pdsh", "ip", "nsenter"]
+DAEMONS = re.compile(r"^(sleep infinity|munged|slurm|: slurm|sshd: .*listener|\S*sshd -f)")
+
+
+def why_not() -> str:
+    """What the cluster needs and is not here; "" if it can be brought up."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    packages = f"of Debian: {', '.join(missing)}" if missing else ""
+    return " and ".join(filter(None, ["root" if os.geteuid() else "", packages]))
+
+
+# A user's own script, which the launchers run in place of the trainer.
+PROBE = """
+import json, os, socket, sys
+env = os.environ
+rank, local_rank, world_size = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+if rank not in env:
+    rank, local_rank, world_size = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
+line = json.dumps({
+    "host": socket.gethostname(), "rank": int(env[rank]), "local_rank": int(env[local_rank]),
+    "world_size": int(env[world_size]), "cores": sorted(os.sched_getaffinity(0)),
+    "argv": sys.argv[1:], "quoted": env.get("QUOTED"),
+})
+os.write(1, f"PROBE {line}\\n".encode())
+"""
+
+
+def probed(text: str) -> list[dict]:
+    """What the probe said on each rank."""
+    lines = [line.split("PROBE ")[1] for line in text.splitlines() if "PROBE " in line]
+    return sorted(map(json.loads, lines), key=lambda record: record["rank"])
+
+
+@dataclass
+class Process:
+    host: str
+    pid: int
+    line: str
+    env: list[str]
+
+
+class Cluster:
+    """The cluster of up.sh: run things on its hosts, and look at what runs there."""
+
+    def __init__(self, directory: Path, nodes: int, slots: int, **env: str):
+        self.directory = directory
+        inherited = {k: v for k, v in os.environ.items() if not LAUNCH_VARIABLES.search(k)}
+        self.env = inherited | {"CLUSTER": str(directory), "PYTHON": sys.executable}
+        up = subprocess.run(
+            [HERE / "up.sh", str(nodes), str(slots)],
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+        )
+        assert up.returncode == 0, up.stdout + up.stderr
+        self.hosts = sorted(path.name for path in (directory / "hosts").iterdir())
+
+    def down(self) -> None:
+        subprocess.run([HERE / "down.sh"], env=self.env, check=True)
+        assert not self.directory.exists()
+
+    def start(self, host: str, *command, cwd=REPO, **env: str) -> subprocess.Popen:
+        """The command on that host, or this machine if "", in a process group of its own."""
+        return subprocess.Popen(
+            [*([HERE / "on.sh", host] if host else []), *map(str, command)],
+            cwd=cwd,
+            env=self.env | env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def on(self, host: str, *command, cwd=REPO, timeout=240, **env: str):
+        """(exit code, output) of the command on that host."""
+        process = self.start(host, *command, cwd=cwd, **env)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return process.returncode, output
+
+    def sbatch(self, cwd, *words, **env: str):
+        """(exit code, output) of the job."""
+        code, output = self.on("login", "sbatch", "--parsable", *words, cwd=cwd, **env)
+        assert code == 0, output
+        return self.end_of_job(output.split()[-1])
+
+    def end_of_job(self, job: str):
+        """(exit code, output) of the job. Sooner than sbatch --wait would notice."""
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            _, text = self.on("login", "scontrol", "show", "job", job)
+            state = re.search(r"JobState=(\w+)", text)[1]
+            if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+                code, path = re.search(r"ExitCode=(\d+):.*StdOut=(.*?)\n", text, re.DOTALL).groups()
+                return int(code), Path(path).read_text() if Path(path).exists() else ""
+            time.sleep(0.3)
+        raise TimeoutError(text)
+
+    def processes(self) -> list["Process"]:
+        """What runs on the hosts besides their daemons."""
+        namespaces = {}
+        for host in self.hosts:
+            pid = (self.directory / "hosts" / host).read_text().strip()
+            namespaces[os.readlink(f"/proc/{pid}/ns/net")] = host
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                host = namespaces.get(os.readlink(entry / "ns/net"))
+                line, env = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
+            except OSError:
+                continue  # it has ended in the meantime
+            line = line.decode().replace("\0", " ").strip()
+            if host and line and not DAEMONS.match(line):
+                found.append(Process(host, int(entry.name), line, env.decode().split("\0")))
+        return found
+
+    def assert_nothing_left(self, seconds: float = 10) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)  # not into the next test
+        assert not [f"{process.host}: {process.line}" for process in left]

@@ -1,0 +1,405 @@
+"""The ssh launchers through real sshds, when something goes wrong; else: test_guide.py."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+from harness import REPO, assert_same_state, torch, train
+from hosts import probed
+
+CONFIG = "configs/default_config.yaml"
+AUTO = "scripts/ssh/launch_torchrun_auto.sh"
+PDSH = "scripts/ssh/launch_pdsh_multinode.sh"
+TWO_NODES = {"node01": "0-1", "node02": "2-3"}
+
+
+def words_of(launcher: str) -> list[str]:
+    """Start it on two nodes with two processes each."""
+    return [launcher, CONFIG, "2", *(["node01", "node02"] if launcher == AUTO else ["node[01-02]"])]
+
+
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+def test_whatever_is_in_a_name_or_value_arrives_as_it_was(cluster, repo, probe, launcher):
+    config = repo / "configs" / 'it\'s "mine" $HOME 100%.yaml'
+    shutil.copy(repo / CONFIG, config)
+    words = words_of(launcher)
+    words[1] = config.relative_to(repo)
+    more = [
+        "--mine",
+        "a b",
+        'it\'s 5%h "$HOME"',
+        *[""] * (launcher == AUTO),
+    ]  # pdsh drops what is empty
+    env = {"QUOTED": 'it\'s\n"$HOME" `id`', "TRAIN_SCRIPT": str(probe)}
+    code, text = cluster.on("login", *words, *more, cwd=repo, **env)
+    assert code == 0, text
+    logs = [(repo / f"logs/node_{host}.log").read_text() for host in TWO_NODES]
+    assert (probed(text) == probed(logs[0])) == (launcher == AUTO)  # node rank 0 is on the screen
+    latest = repo / "logs/distributed_training/latest_node1.log"
+    assert latest.is_symlink() and probed(latest.read_text()) == probed(logs[1])
+    records = probed("".join(logs))
+    assert [(r["rank"], r["host"]) for r in records] == [
+        *enumerate(["node01"] * 2 + ["node02"] * 2)
+    ]
+    for record in records:
+        assert record["argv"] == ["--config", str(config.relative_to(repo)), *more]
+        assert record["quoted"] == env["QUOTED"]
+
+
+def test_secrets_do_not_show_on_any_command_line(cluster, repo, tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text("import os, time\nassert os.environ['MY_TOKEN'] == 's3cr3t'\ntime.sleep(2)\n")
+    env = {"MY_TOKEN": "s3cr3t", "TRAIN_SCRIPT": str(script)}
+    launch = cluster.start("login", *words_of(AUTO), cwd=repo, **env)
+    seen = set()
+    while launch.poll() is None:
+        seen |= {process.line for process in cluster.processes()}
+        time.sleep(0.1)
+    text, _ = launch.communicate()
+    assert launch.returncode == 0, text
+    assert any("ssh" in line and "node02" in line for line in seen)
+    assert any(str(script) in line for line in seen)
+    assert "s3cr3t" not in text + "".join(seen)
+
+
+# ------------------------------------------------------------------------ when something goes wrong
+
+
+def long_run(cluster, repo, tmp_path, tiny, launcher):
+    """A launch in the middle of a training that would go on for long."""
+    run = [f"--checkpoint-dir={tmp_path / 'run'}", *tiny, "--epochs=2000"]
+    launch = cluster.start("login", *words_of(launcher), *run, cwd=repo)
+    deadline, metrics = time.monotonic() + 60, tmp_path / "run/metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size > 1000):
+        assert launch.poll() is None and time.monotonic() < deadline, launch.communicate()[0]
+        time.sleep(0.1)
+    return launch
+
+
+def end_of(launch) -> str:
+    text, _ = launch.communicate(timeout=60)
+    return text
+
+
+def press_ctrl_c(launch) -> None:
+    os.killpg(launch.pid, signal.SIGINT)  # a terminal sends it to all in the foreground
+
+
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+def test_ctrl_c_saves_and_stops_all_nodes_and_the_same_command_goes_on(
+    cluster, repo, tmp_path, tiny, launcher
+):
+    launch = long_run(cluster, repo, tmp_path, tiny, launcher)
+    pressed = time.monotonic()
+    press_ctrl_c(launch)
+    text = end_of(launch)
+    assert launch.returncode == 0, text
+    assert time.monotonic() - pressed < 10
+    cluster.assert_nothing_left(1)
+    assert "Stopped as asked; the same command goes on: step " in text
+    assert "Traceback" not in text
+    step = int(re.search(r"goes on: step (\d+) of", text)[1])
+    goal = step + (5 if (step + 5) % 7 else 6)  # within an epoch, which has 7 steps
+    run = f"--checkpoint-dir={tmp_path / 'run'}"
+    more = [*tiny, "--epochs=2000", f"--stop-at-step={goal}", run]
+    code, text = cluster.on("login", *words_of(launcher), *more, cwd=repo)
+    assert code == 0 and f".pt at step {step}\n" in text, text
+    saved = torch.load(tmp_path / f"run/checkpoint_step_{goal}.pt", weights_only=True)
+    more[-2:] = [f"--stop-at-step={goal}"]
+    straight = train(tmp_path / "straight", 4, *more).checkpoint(f"checkpoint_step_{goal}")
+    assert_same_state(saved, straight)
+
+
+@pytest.fixture
+def stubborn(cluster, repo, tmp_path):
+    """Starts a script that is deaf to SIGTERM and leaves a process in a session of its own."""
+    script = tmp_path / "stubborn.py"
+    script.write_text(
+        "import os, signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "os.write(1, b'deaf\\n')\n"
+        "time.sleep(1000)\n"
+    )
+
+    def start(launcher):
+        env = {"TRAIN_SCRIPT": str(script)}
+        launch = cluster.start("login", *words_of(launcher), cwd=repo, **env)
+        while sum("sleep 1000" in process.line for process in cluster.processes()) < 4:
+            assert launch.poll() is None
+            time.sleep(0.1)
+        return launch
+
+    return start
+
+
+def test_ctrl_c_at_the_start_is_not_lost(cluster, repo, tmp_path, tiny):
+    run = [f"--checkpoint-dir={tmp_path / 'run'}", *tiny, "--epochs=2000"]
+    launch = cluster.start("login", *words_of(AUTO), *run, cwd=repo)
+    while not any("torch.distributed.run" in process.line for process in cluster.processes()):
+        assert launch.poll() is None
+        time.sleep(0.1)
+    time.sleep(1)  # torchrun is importing torch; there are no workers yet
+    press_ctrl_c(launch)
+    launch.communicate(timeout=20)
+    cluster.assert_nothing_left(1)
+
+
+def test_logs_that_cannot_be_written_are_said_before_anything_starts(cluster, tmp_path):
+    copy = tmp_path / "repo"
+    shutil.copytree(REPO / "scripts", copy / "scripts")
+    (copy / "logs").touch()
+    code, text = cluster.on("login", *words_of(AUTO), cwd=copy)
+    assert code == 2 and f"error: cannot write to {copy}/logs\n" in text
+
+
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+def test_a_second_ctrl_c_ends_what_does_not_stop(cluster, stubborn, launcher):
+    launch = stubborn(launcher)
+    press_ctrl_c(launch)
+    time.sleep(3)
+    assert launch.poll() is None
+    assert {process.host for process in cluster.processes()} == {*cluster.hosts}
+    press_ctrl_c(launch)
+    pressed = time.monotonic()
+    end_of(launch)
+    assert time.monotonic() - pressed < 10
+    cluster.assert_nothing_left(1)
+
+
+def test_a_torchrun_that_is_killed_leaves_nothing_on_any_node(cluster, stubborn):
+    launch = stubborn(AUTO)
+    (agent,) = [
+        process.pid
+        for process in cluster.processes()
+        if process.host == "node02" and "torch.distributed.run" in process.line
+    ]
+    os.kill(agent, signal.SIGKILL)
+    text = end_of(launch)
+    assert "error: node02 failed (exit code 137)" in text
+    cluster.assert_nothing_left(1)
+
+
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+def test_a_killed_launcher_leaves_nothing(cluster, repo, tmp_path, tiny, launcher):
+    launch = long_run(cluster, repo, tmp_path, tiny, launcher)
+    launch.kill()
+    cluster.assert_nothing_left(10)
+    end_of(launch)
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "stopped"  # and saved
+
+
+def test_a_rank_that_dies_ends_all_and_its_node_is_named(cluster, repo, tmp_path, tiny):
+    launch = long_run(cluster, repo, tmp_path, tiny, AUTO)
+    ranks = [
+        process.pid
+        for process in cluster.processes()
+        if process.host == "node02" and "LOCAL_RANK=1" in process.env and "train" in process.line
+    ]
+    assert len(ranks) == 1
+    killed = time.monotonic()
+    os.kill(ranks[0], signal.SIGKILL)
+    text = end_of(launch)
+    assert time.monotonic() - killed < 10
+    cluster.assert_nothing_left(1)
+    assert launch.returncode == 1
+    told = text.split("launch_torchrun_auto.sh: error: ")[1]
+    assert told.startswith("node02 failed (exit code 1)"), text
+    assert "exitcode  : -9" in told
+    lost = (
+        r"rank 0 on node01 lost the others \((Connection closed by peer|Read error) \[10.77.0.12\]"
+    )
+    assert re.search(lost, text), text
+
+
+@pytest.fixture
+def broken(cluster, repo, tmp_path_factory):
+    """Breaks something on node02 only, for as long as the test runs."""
+    mounts = []
+
+    def mount(*words):
+        assert cluster.on("node02", "mount", *words) == (0, "")
+        mounts.append(words[-1])
+
+    def python_missing():
+        python = repo.parent / "bin/python"
+        python.parent.mkdir()
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        mount("-t", "tmpfs", "tmpfs", python.parent)
+        return {"env": {"PYTHON": str(python)}}
+
+    def config_missing():
+        mount("-t", "tmpfs", "tmpfs", repo / "configs")
+        return {}
+
+    def repository_missing():
+        mount("-t", "tmpfs", "tmpfs", repo.parent)
+        return {}
+
+    def wrong_key():
+        other = tmp_path_factory.mktemp("key") / "other.pub"
+        other.write_text((cluster.directory / "host_key.pub").read_text())
+        mount("--bind", other, cluster.directory / "user_key.pub")
+        return {}
+
+    def unreachable():
+        return {"hosts": ["node01", "10.77.0.99"]}
+
+    def unknown():
+        return {"hosts": ["node01", "nohost"]}
+
+    yield locals()
+    for path in mounts:
+        assert cluster.on("node02", "umount", path)[0] == 0
+    shutil.rmtree(repo.parent / "bin", ignore_errors=True)
+
+
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "python_missing",
+            "node02: .*/bin/python is not Python 3.11 or newer: see scripts/site.sh",
+        ),
+        ("config_missing", f"node02: there is no config {CONFIG} in "),
+        (
+            "repository_missing",
+            "node02: the repository is not at the same path here: set REPO_ROOT",
+        ),
+        ("wrong_key", r"node02: Permission denied \(publickey"),
+        ("unreachable", "connect to host 10.77.0.99 port 22: No route to host"),
+        ("unknown", "nohost: "),
+    ],
+)
+def test_what_is_wrong_with_one_node_is_said_and_stops_all(
+    cluster, repo, tmp_path, options, broken, launcher, what, message
+):
+    broken = {"hosts": ["node01", "node02"], "env": {}} | broken[what]()
+    hosts = broken["hosts"] if launcher == AUTO else [",".join(broken["hosts"])]
+    words = [launcher, CONFIG, "2", *hosts, *options, f"--checkpoint-dir={tmp_path / 'run'}"]
+    code, text = cluster.on("login", *words, cwd=repo, timeout=30, **broken["env"])
+    assert code == 1
+    cluster.assert_nothing_left(1)
+    told = text.split("launch_torchrun_auto.sh: error: ")[1]
+    assert told.startswith(f"{broken['hosts'][1]} failed (exit code "), text
+    assert re.search(message, told), text
+    assert "Traceback" not in text
+
+
+def test_a_master_that_cannot_be_reached_is_named_at_once(cluster, repo):
+    code, text = cluster.on(
+        "login", AUTO, CONFIG, "2", "10.77.0.99", "node01", cwd=repo, timeout=30
+    )
+    assert code == 2
+    assert "error: 10.77.0.99 cannot be asked for a port" in text
+    cluster.assert_nothing_left(1)
+
+
+def test_a_busy_port_is_passed_over_or_said(cluster, repo):
+    listen = "import socket, time; s = socket.create_server(('', 29400)); time.sleep(60)"
+    listener = cluster.start("node01", sys.executable, "-c", listen)
+    try:
+        time.sleep(1)
+        words = ["scripts/ssh/launch_torchrun_multinode.sh", CONFIG, "2", "2", "0", "node01"]
+        code, text = cluster.on("node01", *words, cwd=repo)
+        assert code == 2
+        busy = (
+            "error: node01: port 29400 is busy here, on the master: set another MASTER_PORT on all"
+        )
+        assert busy in text
+        words = ["scripts/cluster_train.sh", "--free-port", "29400"]
+        assert cluster.on("node01", *words, cwd=repo) == (
+            0,
+            "cluster_train.sh: node01: port 29400 is busy, taking the next\n29401\n",
+        )
+    finally:
+        listener.kill()
+        listener.communicate()
+
+
+def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, options, check):
+    """Debian's way; gloo would listen there, where nobody else can reach it."""
+    for host in TWO_NODES:
+        names = (cluster.directory / "etc-hosts").read_text()
+        path = tmp_path / host
+        path.write_text(re.sub(rf"(?m)^\S+ {host}$", f"127.0.1.1 {host}", names))
+        assert cluster.on(host, "mount", "--bind", path, "/etc/hosts") == (0, "")
+    try:
+        for launcher in (AUTO, "slurm_train_multinode.sh"):
+            run = tmp_path / launcher / "run"
+            more = [*options, f"--checkpoint-dir={run}"]
+            if launcher == AUTO:
+                code, text = cluster.on("login", *words_of(AUTO), *more, cwd=repo)
+            else:
+                shape = ["--nodes=2", "--gpus-per-node=2"]
+                code, text = cluster.sbatch(repo, *shape, launcher, *more)
+            assert code == 0, text
+            check(text, run, TWO_NODES)
+    finally:
+        for host in TWO_NODES:
+            assert cluster.on(host, "umount", "/etc/hosts")[0] == 0
+
+
+def test_mistakes_in_the_call(cluster, repo):
+    for words, message in (
+        ([AUTO, CONFIG, "node01"], "'node01' is no number of GPUs"),
+        ([AUTO, CONFIG, "2"], "on which hosts?"),
+        ([AUTO, CONFIG, "2", "node01", "node01"], "node01 is named twice"),
+        ([AUTO, CONFIG, "2", "node01;id"], "'node01;id' is no host name"),
+        ([PDSH, CONFIG, "2"], "which hosts?"),
+        (["scripts/ssh/launch_singlenode.sh", CONFIG], "'' is no number of GPUs"),
+        (["scripts/ssh/launch_multinode.sh", CONFIG, "2", "2", "2", "a"], "0 to 1, not 2"),
+        (["scripts/ssh/launch_multinode.sh", CONFIG, "2", "2", "1"], "'' is no MASTER_ADDR"),
+        (["scripts/ssh/node.sh", "-oProxyCommand=id", "true"], "is no host name"),
+        (["scripts/cluster_train.sh", CONFIG, "two", "0"], "num_nodes 'two', node_rank '0'"),
+        (["scripts/cluster_train.sh", CONFIG, "2"], "which of the nodes is it?"),
+        (
+            ["scripts/cluster_train.sh", CONFIG, "2", "0", "node02", "29400"],
+            "is not: Cannot assign",
+        ),
+    ):
+        code, text = cluster.on("login", *words, cwd=repo)
+        assert code == 2 and message in text and text.count("\n") == 1, text
+
+
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+def test_dry_run_prints_the_commands_and_runs_nothing(cluster, repo, launcher):
+    code, text = cluster.on("login", *words_of(launcher), "--lr=0.1", cwd=repo, DRY_RUN="1")
+    assert code == 0
+    lines = text.splitlines()
+    assert len(lines) == (2 if launcher == AUTO else 1)
+    assert all(" env NPROC_PER_NODE=2 scripts/cluster_train.sh " in line for line in lines)
+    assert all("scripts/ssh/node.sh" in line and line.endswith(" --lr=0.1") for line in lines)
+
+
+def test_the_smoke_check_says_why_it_fails(cluster, repo):
+    code, text = cluster.on("node01", "scripts/test_distributed.sh", cwd=repo, BACKEND="nccl")
+    assert code == 1
+    last = text.splitlines()[-1]
+    assert re.match(r"FAIL: .*error: node01: 1 workers for nccl, but 0 visible GPUs", last), text
+
+
+def test_the_smoke_check_finds_a_resume_that_is_not_exact(cluster, repo, tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text(
+        f"import sys, torch\n"
+        f"sys.path.insert(0, {str(repo)!r})\n"
+        "import train_distributed as trainer\n"
+        "def restore(state, *more, exact=trainer.restore):\n"
+        "    next(iter(state['model'].values())).flatten()[0] += 1e-6\n"
+        "    return exact(state, *more)\n"
+        "trainer.restore = restore\n"
+        "sys.exit(trainer.main())\n"
+    )
+    command = ["scripts/test_distributed.sh", "1"]
+    code, text = cluster.on("node01", *command, cwd=repo, TRAIN_SCRIPT=str(script))
+    assert code == 1
+    last = text.splitlines()[-1]
+    assert last.startswith("FAIL: with a stop and a resume the weights are others"), text
