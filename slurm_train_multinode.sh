@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Slurm + srun: one task per GPU, ranks from Slurm itself, no torchrun. As shipped 2 nodes x 4 GPUs;
-# change the directives below, or give sbatch other numbers on the command line.
+# change the directives below, or give sbatch other numbers on the command line. scripts/supervise.py
+# keeps it alive: it starts a crashed training again, and requeues the job when its time is up.
 #
 # Usage: sbatch [options of sbatch] slurm_train_multinode.sh [config] [options of train_distributed.py]
 #        bash slurm_train_multinode.sh --help
 #
-# Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
+# Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh; that of scripts/supervise.py):
 #   REPO_ROOT     this repository                      [where sbatch was called, or where this file is]
 #   MASTER_ADDR   an address of the first node that the others reach   [its name]
 #   TRAIN_SCRIPT  what to run: yours, if it reads Slurm's variables    [train_distributed.py]
@@ -20,6 +21,7 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=8
+#SBATCH --no-kill
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 
@@ -67,6 +69,8 @@ main() {
   fi
   [[ -n "${SLURM_JOB_ID:-}" ]] || fail "this is for sbatch; without Slurm: scripts/cluster_train.sh"
   REPO_ROOT="$(find_repository)"
+  local this
+  this="$(realpath "$0")"
   cd "$REPO_ROOT"
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
@@ -84,11 +88,16 @@ main() {
     shift
   fi
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
+  if [[ -z "$DRY_RUN" && -z "${ATTEMPT:-}" ]]; then
+    # It calls this file again, with ATTEMPT set, as often as it takes.
+    exec "${PYTHON:-python3}" scripts/supervise.py bash "$this" "$config" "$@"
+  fi
   # One task per GPU, each with its share of the cores, whatever the job asked for per task. A task
   # sees all GPUs of its node and takes the one of its rank: with one each, NVLink would be lost.
   cores="$((cores > gpus ? cores / gpus : 1))"
   unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK
-  run srun --nodes="$SLURM_NNODES" --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" \
+  run srun --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
+    --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" \
     --cpus-per-task="$cores" --kill-on-bad-exit=1 "${python[@]}" "$TRAIN_SCRIPT" --config "$config" "$@"
 }
 

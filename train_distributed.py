@@ -18,18 +18,24 @@ manifest .json beside each, config.yaml, metrics.jsonl, status.json.
 Exit code: 0 finished, or stopped on request with all saved; 2 a mistake in what was asked, told in
 one sentence; 1 anything else (torchrun turns every failure into 1).
 
-Sections: OPTIONS, DISTRIBUTED, MODEL, DATA, METRICS, CHECKPOINTS, TRAINING, MAIN, ROLL CALL.
-The heart: MicroBatchSampler, train_step(), train_epoch(), save_checkpoint().
+To stop and save: Ctrl-C or SIGTERM, SIGUSR1, SIGUSR2 to any rank; a file STOP in the run directory;
+a file $STOP_FILE on any node; --max-duration; the end of the job's time ($DEADLINE, or Slurm's).
+
+Sections: OPTIONS, DISTRIBUTED, MODEL, DATA, METRICS, CHECKPOINTS, STOPPING, TRAINING, MAIN,
+ROLL CALL. The heart: MicroBatchSampler, train_step(), train_epoch(), save_checkpoint().
 Make it yours: your model in build_model(), your data in get_datasets().
 """
 
 import argparse
 import ctypes
 import difflib
+import faulthandler
 import fcntl
 import functools
 import hashlib
 import importlib
+import inspect
+import itertools
 import json
 import math
 import multiprocessing
@@ -39,6 +45,7 @@ import random
 import re
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -75,9 +82,35 @@ from tqdm import tqdm
 class UserError(Exception):
     """A mistake the user can mend: one sentence with the remedy, exit code 2, no traceback."""
 
+    cause = "configuration"  # in a word, for programs
+
     def __str__(self) -> str:
         # One line, and without the traceback that a DataLoader worker wraps an exception in.
-        return " ".join(super().__str__().rsplit("UserError: ", 1)[-1].split())
+        return " ".join(re.split(r"\b(?:User|Data)Error: ", super().__str__())[-1].split())
+
+
+class DataError(UserError):
+    cause = "data"
+
+
+class DiskError(UserError):
+    cause = "disk"
+
+
+class NotFinite(UserError):
+    cause = "NaN"
+
+
+class PortInUse(UserError):
+    cause = "port"
+
+
+class InUse(UserError):
+    cause = "in use"
+
+
+class FencedOff(UserError):
+    cause = "superseded"
 
 
 # ------------------------------------------------------------------------------------ OPTIONS
@@ -98,8 +131,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--override", action=switch, default=False, help="--resume FILE, new global batch or seed")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
     add("--stop-at-step", type=positive_int, help="save and exit at this step; schedule unchanged")
+    add("--max-duration", type=seconds, help="seconds of training after which to stop and save")
     add("--seed", type=natural, default=42, help="of everything random [42]")
     add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
+    add("--reproducible", action=switch, default=False, help="same bits on 1, 2, 4, 8 ... ranks")
 
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=list(DATASETS), default="mnist_sample", help="[mnist_sample]")
@@ -139,6 +174,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
     add("--checkpoint-every-steps", type=positive_int, help="besides every epoch [off]")
     add("--keep", type=natural, default=3, help="newest checkpoints kept; 0: all [3]")
+    add(
+        "--async-checkpoint", action=switch, default=False, help="write them while training goes on"
+    )
+    add("--trust-checkpoint", action=switch, default=False, help="even one another user owns")
+    add("--max-bad-steps", type=positive_int, default=10, help="in a row, NaN or infinite [10]")
 
     add = parser.add_argument_group("distributed").add_argument
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
@@ -146,6 +186,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=positive_int, help="refuse to start with other ranks per node")
     add("--init-timeout", type=seconds, default=300, help="seconds to wait for all ranks [300]")
     add("--collective-timeout", type=seconds, default=600, help="seconds for one collective [600]")
+    add(
+        "--hang-timeout", type=seconds, default=300, help="seconds without progress to end at [300]"
+    )
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # old launchers pass it
     return parser
 
@@ -257,22 +300,23 @@ def read_launch_environment(env: dict[str, str]) -> World:
             raise UserError(f"{name} is {env.get(name)!r}: the launcher should make it a number")
         return int(value[0])
 
+    nonce = env.get("RUN_NONCE", "")  # this launch, so named by a launcher of ours
     if "RANK" in env and "WORLD_SIZE" in env:
         ranks = integer("RANK"), integer("LOCAL_RANK"), integer("WORLD_SIZE")
         local_size, job = integer("LOCAL_WORLD_SIZE", "1"), env.get("TORCHELASTIC_RUN_ID", "none")
         master, port = env.get("MASTER_ADDR", "localhost"), integer("MASTER_PORT", "29500")
-        return World(*ranks, local_size, master, port, env.get("RUN_NONCE", job))
+        return World(*ranks, local_size, master, port, nonce or job)
     # A batch shell and an interactive allocation have SLURM_PROCID too, though nobody else runs:
     # they have no step id, or one of Slurm's reserved ones, or a terminal (srun --pty bash).
     step = integer("SLURM_STEP_ID", str(0xFFFFFFFF))
     if step >= 0xFFFFFFF0 or ("SLURM_PTY_PORT" in env and os.isatty(0)):
-        return World()
+        return World(job=nonce)
     ranks = integer("SLURM_PROCID"), integer("SLURM_LOCALID"), integer("SLURM_STEP_NUM_TASKS")
     local_size, job = integer("SLURM_STEP_TASKS_PER_NODE"), integer("SLURM_JOB_ID")
     # A port of the step's own, below the ephemeral ones (32768 and up).
     port = integer("MASTER_PORT", str(15000 + (16 * job + step) % 15000))
     master = env.get("MASTER_ADDR") or first_host_of_step(env)
-    return World(*ranks, local_size, master, port, f"{job}.{step}")
+    return World(*ranks, local_size, master, port, nonce or f"{job}.{step}")
 
 
 def first_host_of_step(env: dict[str, str]) -> str:
@@ -640,7 +684,7 @@ def decode(path: str):
     try:
         return torchvision.datasets.folder.default_loader(path)
     except Exception as error:
-        raise UserError(f"cannot decode {path} ({error}): replace or remove it") from None
+        raise DataError(f"cannot decode {path} ({error}): replace or remove it") from None
 
 
 def mix(*numbers) -> int:
@@ -673,6 +717,13 @@ class MicroBatchSampler(Sampler):
                 f"global batch size {total} is {count(self.per_step, 'micro-batch')} of {each} for "
                 f"{world.world_size} ranks: lower --batch-size to {total // world.world_size or 1} "
                 "(a resumed run keeps its global batch; a new one may raise --global-batch-size)"
+            )
+        if cfg.reproducible and (
+            self.per_step & self.per_step - 1 or world.world_size.bit_count() > 1
+        ):
+            raise UserError(
+                f"--reproducible needs a global batch of 1, 2, 4, 8 ... micro-batches, not "
+                f"{self.per_step}, on 1, 2, 4, 8 ... ranks, not {world.world_size}"
             )
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.mine = range(first, end)
@@ -754,23 +805,39 @@ def scale_on(device: torch.device, spec: DataSpec, white: int) -> list[torch.Ten
 # ------------------------------------------------------------------------------------ METRICS
 
 
+LOSS_UNIT = 2.0**-24
+
+
 class Sums:
-    """Loss, correct predictions and samples so far, on the device: adding waits for no GPU."""
+    """Loss, correct predictions and samples so far, on the device: adding waits for no GPU.
+
+    Whole numbers, the loss in units of 2**-24: they add up to the same bits in any order, on any
+    number of ranks, before and after a resume. A loss that is not finite does not count.
+    """
 
     def __init__(self, device: torch.device):
-        self.values = torch.zeros(3, dtype=torch.float64, device=device)
+        self.values = torch.zeros(3, dtype=torch.int64, device=device)
 
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        self.values[0] += loss_sum.detach()
-        self.values[1] += (logits.argmax(1) == labels).sum()
-        self.values[2] += len(labels)
+        loss = loss_sum.detach().double()
+        counts = loss.isfinite()
+        self.values[0] += (loss / LOSS_UNIT).nan_to_num(0, 0, 0).long()
+        self.values[1] += (logits.argmax(1) == labels).sum() * counts
+        self.values[2] += counts * len(labels)
 
-    def over_all_ranks(self, world: World, *more: float) -> list[float]:
+    def over_all_ranks(self, world: World, more=()) -> list[int]:
         """[loss, correct, samples, *more], summed. Collective: every rank; waits for the GPU."""
         total = torch.cat([self.values, self.values.new_tensor(more)])
         if world.world_size > 1:
             dist.all_reduce(total)
         return total.tolist()
+
+
+def means(sums: list[int]) -> dict[str, float]:
+    loss, correct, samples = sums
+    if not samples:
+        return {"loss": math.nan, "accuracy": math.nan}
+    return {"loss": loss * LOSS_UNIT / samples, "accuracy": correct / samples}
 
 
 class MetricsLog:
@@ -782,7 +849,8 @@ class MetricsLog:
         lines = path.read_text().splitlines() if path.exists() else []
         kept = "".join(f"{line}\n" for line in lines if step_in(line) <= global_step)
         write_text(path, kept)
-        self.file, self.board, self.run = path.open("a"), None, None
+        self.file, self.board, self.run = path.open("ab", buffering=0), None, None
+        self.pending = b""
         if cfg.tensorboard:
             board = load_optional("torch.utils.tensorboard", "tensorboard").SummaryWriter
             self.board = board(path.with_name("tensorboard"), purge_step=global_step + 1)
@@ -793,9 +861,12 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, **values: float) -> None:
         record = {"kind": kind, "step": step, "time": time.time(), **values}
-        with writing(Path(self.file.name)):
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+        record |= {name: None for name, value in values.items() if not math.isfinite(value)}
+        self.pending += json.dumps(record).encode() + b"\n"
+        try:
+            self.pending = self.pending[self.file.write(self.pending) :]
+        except OSError as error:  # a full disk, perhaps: next time then
+            warn(f"cannot write {self.file.name} yet ({error})")
         for name, value in values.items() if self.board else ():
             self.board.add_scalar(f"{kind}/{name}", value, step)
         if self.run:
@@ -826,7 +897,7 @@ def is_evaluated(cfg: argparse.Namespace, progress: "Progress") -> bool:
 
 # -------------------------------------------------------------------------------- CHECKPOINTS
 
-FORMAT = "train_distributed 1"
+FORMAT = "train_distributed 2"
 
 
 @dataclass
@@ -838,8 +909,8 @@ class Progress:
     """
 
     global_step: int = 0
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    logged: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    sums: list[int] = field(default_factory=lambda: [0, 0, 0])
+    logged: list[int] = field(default_factory=lambda: [0, 0, 0])
 
 
 @contextmanager
@@ -850,25 +921,48 @@ def writing(path: Path):
     except (OSError, RuntimeError) as error:
         while error.__context__:  # torch.save hides "No space left on device" behind its own error
             error = error.__context__
-        raise UserError(f"cannot write {path} ({error}): older checkpoints are intact") from None
+        raise DiskError(f"cannot write {path} ({error}): older checkpoints are intact") from None
 
 
-def write_durably(path: Path, write) -> None:
-    """write(file) to a temporary file that replaces path once it is on disk: all or nothing."""
-    temporary = path.with_name(f".{path.name}.tmp")
+class HashingFile:
+    """A file to write to, that knows the size and the SHA-256 of what it was given."""
+
+    def __init__(self, file):
+        self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
+
+    def write(self, data) -> int:
+        self.sha256.update(data)
+        self.size += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_durably(path: Path, write, claim: "Claim | None" = None) -> HashingFile:
+    """write(file) to a temporary file that replaces path once it is on disk: all or nothing.
+
+    Nor does it replace anything once the run directory belongs to another job.
+    """
+    # Of this process alone: another job may be at the same file.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     with writing(path):
         try:
             with temporary.open("wb") as file:
-                write(file)
+                write(hashing := HashingFile(file))
                 file.flush()
                 os.fsync(file.fileno())
+            if claim:
+                claim.check()
             temporary.replace(path)
+            return hashing
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    write_durably(path, lambda file: file.write(text.encode()))
+def write_text(path: Path, text: str, claim: "Claim | None" = None) -> None:
+    write_durably(path, lambda file: file.write(text.encode()), claim)
 
 
 def sha256_of(path: Path) -> str:
@@ -876,60 +970,231 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def save_checkpoint(run: "Run", progress: Progress, name: str) -> None:
-    """Rank 0 writes name.pt and then its manifest name.json, with which the checkpoint counts.
+class Claim:
+    """One job at a time trains in a run directory: the one that status.json names."""
 
-    Plain types and tensors only, so that loading need not trust the file (weights_only=True).
+    def __init__(self, cfg: argparse.Namespace, world: World):
+        self.path, self.rank = Path(cfg.checkpoint_dir, "status.json"), world.rank
+        self.me = {"job": world.job, "host": socket.gethostname(), "pid": os.getpid()}
+        self.before: bytes | None = None  # what was in the file
+        self.told = 0.0
+        self.facts: dict = {}  # for scripts/supervise.py, once training begins
+
+    def read(self) -> dict:
+        with suppress(OSError, ValueError):
+            return dict(json.loads(self.path.read_text()))
+        return {}
+
+    def make(self) -> dict:
+        """For rank 0, before it changes anything. Returns who claims the directory now: us.
+
+        A later attempt of the same job takes over at once, and whoever dies leaves it free. On
+        another host, a process counts as dead after a minute without a sign of life.
+        """
+        other = self.read()
+        same_job = lineage(other.get("job", "")) == lineage(self.me["job"]) != ""
+        if other.get("state") == "running" and not same_job and self.is_alive(other):
+            job = f"job {other['job']}, " * (lineage(other["job"]) != "")
+            raise InUse(
+                f"{self.path.parent} is in use by {job}process {other['pid']} on {other['host']}: "
+                f"end that, or take another --checkpoint-dir (if it is dead, remove {self.path})"
+            )
+        self.before = self.path.read_bytes() if self.path.exists() else b""
+        status = {"global_step": 0} | other | {"state": "running"} | self.me
+        write_text(self.path, json.dumps(status))
+        return self.me
+
+    def withdraw(self) -> None:
+        """As if it had never been made."""
+        if self.before is not None:
+            write_text(self.path, self.before.decode(), claim=self)
+            if not self.before:
+                self.path.unlink()
+
+    def is_alive(self, other: dict) -> bool:
+        if other["host"] == self.me["host"]:
+            try:
+                os.kill(other["pid"], 0)
+            except ProcessLookupError:
+                return False
+            except OSError:
+                pass  # somebody else's
+            return True
+        with tempfile.TemporaryFile(dir=self.path.parent) as now:  # in the file system's own time
+            return os.fstat(now.fileno()).st_mtime - self.path.stat().st_mtime < 60
+
+    def seen(self, owner: dict) -> None:
+        """For all ranks: raise UserError unless they see what rank 0 has written."""
+        deadline = time.monotonic() + 10  # NFS may show it late
+        while {name: self.read().get(name) for name in owner} != owner:
+            if time.monotonic() > deadline:
+                raise UserError(f"{self.path} is not what rank 0 wrote: all nodes must share it")
+            time.sleep(0.2)
+
+    def sign_of_life(self) -> None:
+        if self.rank == 0:
+            with suppress(OSError):
+                os.utime(self.path)
+
+    def check(self) -> None:
+        """Raise FencedOff if another job, or a later attempt of ours, has taken over."""
+        now = self.read()
+        if any(now.get(name) != value for name, value in self.me.items()):
+            who = f"process {now.get('pid')} on {now.get('host')}, job {now.get('job')!r}"
+            raise FencedOff(
+                f"{self.path.parent} belongs to {who} now: nothing more is written to it"
+            )
+
+    def tell(self, state: str, global_step: int, reason: str = "") -> None:
+        """On rank 0. States: running, finished, stopped, failed."""
+        self.told = time.monotonic()
+        if self.rank == 0:
+            status = {"state": state, "global_step": global_step, "reason": reason, **self.me}
+            status |= {"time": time.time(), **self.facts}
+            write_text(self.path, json.dumps(status, indent=1), claim=self)
+
+
+def lineage(job: str) -> str:
+    """What all attempts of a job share: its name without the number after the dot."""
+    return "" if job in ("none", "0") else re.sub(r"\.\d+$", "", job)
+
+
+class Saver:
+    """Saves checkpoints, in the background if asked to: one at a time.
+
+    Training goes on if one cannot be saved, but not after MOST_FAILURES in a row.
     """
-    path = Path(run.cfg.checkpoint_dir, f"{name}.pt")
-    if run.world.rank:
-        return
-    state = {
+
+    MOST_FAILURES = 3
+
+    def __init__(self):
+        self.thread: threading.Thread | None = None
+        self.error: UserError | None = None
+        self.failures, self.longest = 0, 0.0  # in a row; in seconds
+
+    def save(self, run: "Run", progress: "Progress", name: str, last: bool) -> None:
+        """With last, it is on disk when this returns. Rank 0 does it; the others may go on."""
+        if run.world.rank:
+            return
+        self.wait(last)
+        path = Path(run.cfg.checkpoint_dir, f"{name}.pt")
+        state = checkpoint_state(run, progress)
+        if run.cfg.async_checkpoint and not last:
+            self.thread = threading.Thread(target=self.write, args=(run, path, copy_of(state)))
+            self.thread.start()
+        else:
+            self.write(run, path, state)
+            self.wait(last)
+
+    def write(self, run: "Run", path: Path, state: dict) -> None:
+        began = time.monotonic()
+        try:
+            save_checkpoint(run, path, state)
+            self.failures = 0
+        except UserError as error:
+            self.error, self.failures = error, self.failures + 1
+        self.longest = max(self.longest, time.monotonic() - began)
+
+    def wait(self, last: bool = True) -> None:
+        """For the save in flight, if any. Raises what it raised if that ends the run."""
+        if self.thread:
+            self.thread.join()
+        error, self.thread, self.error = self.error, None, None
+        if error and (
+            last or self.failures == self.MOST_FAILURES or not isinstance(error, DiskError)
+        ):
+            raise error
+        if error:
+            warn(f"{error}; training goes on")
+
+
+def checkpoint_state(run: "Run", progress: "Progress") -> dict:
+    """Plain types and tensors only, so that loading need not trust the file (weights_only=True)."""
+    return {
         "format": FORMAT,
         "model": run.model.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "scaler": run.scaler.state_dict(),
         "progress": asdict(progress),
         "order": run.order(),
-        "config": vars(run.cfg),
+        "config": dict(vars(run.cfg)),
     }
-    write_durably(path, lambda file: torch.save(state, file))
-    facts = {"step": progress.global_step, "size": path.stat().st_size}
-    write_text(path.with_suffix(".json"), json.dumps(facts | {"sha256": sha256_of(path)}))
+
+
+def copy_of(state):
+    """The same on the CPU, which no further step changes."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: copy_of(value) for key, value in state.items()}
+    return [copy_of(value) for value in state] if isinstance(state, list) else state
+
+
+def save_checkpoint(run: "Run", path: Path, state: dict) -> None:
+    """Write path and then its manifest path.json, with which the checkpoint counts."""
+    step = state["progress"]["global_step"]
+    if not all(value.isfinite().all() for value in state["model"].values()):
+        raise NotFinite(f"at step {step} the weights are not finite: not saved. Lower --lr?")
+    written = write_durably(path, lambda file: torch.save(state, file), run.claim)
+    facts = {"step": step, "size": written.size, "sha256": written.sha256.hexdigest()}
+    text = json.dumps(facts | {"check": fingerprint(path, facts)})
+    write_text(path.with_suffix(".json"), text, run.claim)
     for manifest in manifests(run.cfg)[run.cfg.keep or sys.maxsize :]:
         manifest.unlink()
         manifest.with_suffix(".pt").unlink(missing_ok=True)
 
 
+def fingerprint(path: Path, facts: dict) -> str:
+    """So that a manifest itself cannot be damaged, or stand for another file, unseen."""
+    return hashlib.sha256(repr([path.stem, *sorted(facts.items())]).encode()).hexdigest()[:16]
+
+
 def manifests(cfg: argparse.Namespace) -> list[Path]:
     """Those in the run directory, the newest first; unreadable ones count as newest."""
     files = Path(cfg.checkpoint_dir).glob("checkpoint_*.json")
-    return sorted(files, key=lambda file: step_in(file.read_text()), reverse=True)
+    return sorted(files, key=lambda file: read_manifest(file).get("step", math.inf), reverse=True)
+
+
+def read_manifest(path: Path) -> dict:
+    """Step, size and sha256 of a checkpoint; {} if the manifest is damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        facts = json.loads(path.read_text())
+        if facts.pop("check") == fingerprint(path, facts):
+            return facts
+    return {}
 
 
 def verify(checkpoint: Path) -> None:
     """Raise UserError unless a checkpoint is what its manifest says."""
+    if not (facts := read_manifest(checkpoint.with_suffix(".json"))):
+        raise UserError(f"{checkpoint} has a manifest (.json) that is damaged")
     try:
-        facts = json.loads(checkpoint.with_suffix(".json").read_text())
         sound = checkpoint.stat().st_size == facts["size"]
         sound = sound and sha256_of(checkpoint) == facts["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint} or its manifest is unreadable ({error!r})") from None
+    except OSError as error:
+        raise UserError(f"{checkpoint} is unreadable ({error.strerror})") from None
     if not sound:
         raise UserError(f"{checkpoint} is damaged: its size or sha256 is not that of its manifest")
 
 
-def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
-    """What to resume from. For rank 0, which decides for all. Makes the directory, no more."""
+def make_run_directory(cfg: argparse.Namespace) -> None:
     directory = Path(cfg.checkpoint_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise UserError(f"cannot write to --checkpoint-dir {directory}: {error.strerror}") from None
+
+
+def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
+    """What to resume from. For rank 0, which decides for all."""
+    directory = Path(cfg.checkpoint_dir)
     if cfg.override and cfg.resume in ("auto", "none"):
         raise UserError("--override goes with --resume FILE and another --checkpoint-dir")
     if cfg.resume == "auto":
+        for checkpoint in directory.glob("checkpoint_*.pt"):
+            if not checkpoint.with_suffix(".json").exists():
+                warn(f"passed over: {checkpoint} has no manifest, so its save was cut short")
         for manifest in manifests(cfg):
             checkpoint = manifest.with_suffix(".pt")
             try:
@@ -942,7 +1207,7 @@ def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
             raise UserError(f"no checkpoint in {directory} is intact: start in another directory")
         return None
     if cfg.resume == "none":
-        if any(directory.iterdir()) and not cfg.overwrite:
+        if any(p.name != "status.json" for p in directory.iterdir()) and not cfg.overwrite:
             raise UserError(f"{directory} is not empty: take another, or --overwrite the run in it")
         return None
     chosen = Path(cfg.resume)
@@ -963,10 +1228,16 @@ def warn(text: str) -> None:
 def load_checkpoint(path: str, cfg: argparse.Namespace, world: World) -> dict:
     """A checkpoint, on the CPU, if it is one of this run. Its global batch and seed win."""
     try:
+        if (owner := os.stat(path).st_uid) != os.getuid() and not cfg.trust_checkpoint:
+            raise UserError(
+                f"{path} belongs to user {owner}: --trust-checkpoint, if you trust them"
+            )
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         reason = f"{socket.gethostname()} cannot read {path} ({error.strerror})"
         raise UserError(f"{reason}: all nodes must share the run directory") from None
+    except UserError:
+        raise
     except Exception as error:  # zip, pickle and torch each have their own
         raise UserError(f"{path} is no checkpoint ({str(error)[:80]})") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -989,9 +1260,10 @@ def is_of_this_run(checkpoint: str, cfg: argparse.Namespace) -> bool:
     return Path(checkpoint).resolve().parent == Path(cfg.checkpoint_dir).resolve()
 
 
-def restore(state: dict, run: "Run", chosen: str) -> Progress:
+def restore(state: dict, run: "Run", chosen: str, progress: Progress) -> None:
     """Put the content of a checkpoint where it belongs."""
-    progress, old, new = Progress(**state["progress"]), state["order"], run.order()
+    vars(progress).update(state["progress"])
+    old, new = state["order"], run.order()
     if old["samples"] != new["samples"]:
         raise UserError(f"{old['samples']} samples in the checkpoint, {new['samples']} in the data")
     if old != new:
@@ -1012,7 +1284,6 @@ def restore(state: dict, run: "Run", chosen: str) -> Progress:
     run.optimizer.load_state_dict(state["optimizer"])
     if run.scaler.is_enabled() and state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
-    return progress
 
 
 def open_run_directory(cfg, chosen: str | None, progress: Progress) -> MetricsLog:
@@ -1024,17 +1295,185 @@ def open_run_directory(cfg, chosen: str | None, progress: Progress) -> MetricsLo
         manifest.unlink()  # damaged, or given up with --overwrite
         if cfg.overwrite:
             manifest.with_suffix(".pt").unlink(missing_ok=True)
-    for leftover in directory.glob(".*.tmp"):
-        leftover.unlink()
+    for leftover in [*directory.glob(".*.tmp"), *directory.glob(".hang_*"), directory / "STOP"]:
+        leftover.unlink(missing_ok=True)
     write_text(directory / "config.yaml", config_as_yaml(cfg))
     return MetricsLog(cfg, progress.global_step)
 
 
-def write_status(run: "Run", progress: Progress, state: str, reason: str = "") -> None:
-    """status.json tells programs how a run stands: running, finished, stopped or failed."""
-    if run.world.rank == 0:
-        status = {"state": state, "global_step": progress.global_step, "reason": reason}
-        write_text(Path(run.cfg.checkpoint_dir, "status.json"), json.dumps(status, indent=1))
+# ----------------------------------------------------------------------------------- STOPPING
+
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+
+
+class StopWishes:
+    """Who asks to stop: a signal, a file, or the clock. A second Ctrl-C ends at once."""
+
+    NAMES = [*(s.name for s in STOP_SIGNALS), "STOP_FILE", "STOP", "time limit", "max-duration"]
+
+    def __init__(self, cfg: argparse.Namespace, world: World):
+        self.heard: set[str] = set()
+        self.first_signal, self.began = math.inf, time.time()
+        self.stop_file, self.rank = os.environ.get("STOP_FILE"), world.rank
+        self.stop_in_directory = Path(cfg.checkpoint_dir, "STOP")
+        self.last = self.began + (cfg.max_duration or math.inf)
+        # In seconds since 1970.
+        self.end = float(
+            os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
+        )
+        # Time to save in: a tenth of what there is, at most two minutes.
+        self.reserve = min(120.0, max(0.0, self.end - self.began) / 10)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, _frame) -> None:
+        # A launcher may pass on a Ctrl-C that has reached us already: that is still the first.
+        if number == signal.SIGINT and time.monotonic() > self.first_signal + 1:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        self.first_signal = min(self.first_signal, time.monotonic())
+        self.heard.add(signal.Signals(number).name)
+
+    def look(self, longest_save: float) -> list[int]:
+        """1 or 0 for each of NAMES: what this rank knows of."""
+        if self.stop_file and os.path.exists(self.stop_file):
+            self.heard.add("STOP_FILE")
+        if self.rank == 0:  # which asks once for all: the others' clocks may differ
+            if self.stop_in_directory.exists():
+                self.heard.add("STOP")
+            if time.time() > self.end - self.reserve - 2 * longest_save:
+                self.heard.add("time limit")
+            if time.time() > self.last:
+                self.heard.add("max-duration")
+        return [int(name in self.heard) for name in self.NAMES]
+
+
+LOOK_SECONDS = 5  # at most, between two looks at who asks to stop (or one step, if that is longer)
+
+
+class Lookout:
+    """When the ranks look together at who asks to stop, and at how they fare.
+
+    What they know rides along with the sums, so all learn of it after the same step; and all derive
+    the same next point to look from it, so that there is nothing to send in between.
+    """
+
+    def __init__(self, run: "Run", step: int):
+        self.run, self.step, self.next = run, step, step + 1
+        self.time, self.each = time.perf_counter(), LOOK_SECONDS
+
+    def look(self, step: int, sums: Sums) -> tuple[list[int], list[str]]:
+        """([loss, correct, samples] over all ranks, who asks to stop). Collective: every rank."""
+        run, world, now = self.run, self.run.world, time.perf_counter()
+        self.each = (now - self.time) / max(1, step - self.step)
+        own = [0] * world.world_size
+        own[world.rank] = int(1e6 * run.timer.read())
+        wishes = run.stop.look(run.saver.longest)
+        reduced = sums.over_all_ranks(world, [*wishes, int(1e6 * self.each), *own])
+        totals, wishes, rest = reduced[:3], reduced[3 : 3 + len(wishes)], reduced[3 + len(wishes) :]
+        steps = int(LOOK_SECONDS * 1e6 * world.world_size / max(1, rest[0]))
+        self.next = step + max(1, min(steps, 2 * (step - self.step)))
+        self.step, self.time = step, now
+        run.watch.compare(rest[1:])
+        return totals, [name for name, count in zip(run.stop.NAMES, wishes) if count]
+
+
+class Watchdog(threading.Thread):
+    """Ends this process when it makes no progress, and says which rank the others waited for.
+
+    A thread of its own. Each rank leaves a note in the run directory on where it stands, and prints
+    the stacks of its threads.
+    """
+
+    def __init__(self, cfg: argparse.Namespace, world: World, claim: Claim):
+        super().__init__(daemon=True)
+        self.world, self.claim, self.timeout = world, claim, cfg.hang_timeout
+        self.main, self.step, self.due = threading.main_thread().ident, 0, math.inf
+        self.peers = gather(world, (socket.gethostname(), os.getpid()))
+        self.notes = Path(cfg.checkpoint_dir)
+        self.forward, self.compared, self.slow = [0] * world.world_size, 0.0, {}
+
+    def progress(self, step: int) -> None:
+        self.step, self.due = step, time.monotonic() + self.timeout
+
+    def run(self) -> None:
+        signed = 0.0
+        while True:
+            time.sleep(0.5)
+            if time.monotonic() > signed + 5:
+                signed = time.monotonic()
+                self.claim.sign_of_life()
+            if time.monotonic() > self.due:
+                self.end()
+            if self.due < math.inf:  # should even this thread be unable to run
+                faulthandler.dump_traceback_later(self.timeout + 5, exit=True)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+
+    def end(self) -> None:
+        """Tell where we stand, then look where the others do."""
+        warn(f"rank {self.world.rank}: no progress for {self.timeout:.0f} s at step {self.step}")
+        faulthandler.dump_traceback(all_threads=True)
+        note = {"waits": self.waits(), "nonce": self.claim.read().get("pid")}
+        self.note(self.world.rank).write_text(json.dumps(note))
+        time.sleep(2)
+        culprits, present = [], []
+        for rank, (host, pid) in enumerate(self.peers):
+            with suppress(OSError, ValueError):
+                theirs = json.loads(self.note(rank).read_text())
+                if theirs["nonce"] == note["nonce"]:
+                    present.append(rank)
+                    if theirs["waits"]:
+                        continue
+            state = "was busy elsewhere, see its stacks" if rank in present else "does not answer"
+            culprits.append(f"rank {rank} on {host} {state}")
+            if rank not in present and host == self.peers[self.world.rank][0]:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)  # it would not end by itself
+        text = f"hang at step {self.step}: all ranks wait for each other"
+        if culprits:
+            text = (
+                f"hang at step {self.step}: the ranks waited for {count(len(culprits), 'rank')}: "
+            )
+            text += ", ".join(culprits)
+        if present[:1] == [self.world.rank]:
+            record_failure("hang", text, self.world.rank)
+            print(f"train_distributed.py: error: {text}", file=sys.stderr, flush=True)
+            self.claim.tell("failed", self.step, text)
+        os._exit(1)
+
+    def note(self, rank: int) -> Path:
+        return self.notes / f".hang_{rank}.json"
+
+    def waits(self) -> bool:
+        """Whether the main thread is in a collective, or in the backward pass that ends in one."""
+        frame = sys._current_frames().get(self.main)
+        while frame:
+            code = frame.f_code
+            if code.co_name in ("over_all_ranks", "gather", "_engine_run_backward"):
+                return True
+            if "/torch/distributed/" in code.co_filename:
+                return True
+            frame = frame.f_back
+        return False
+
+    def compare(self, micros: list[int]) -> None:
+        """Name a rank whose own work took half as long again as that of the median rank, twice.
+
+        Takes each rank's microseconds for a forward pass; rank 0 speaks, every few seconds at most.
+        """
+        self.forward = [a + b for a, b in zip(self.forward, micros)]
+        if self.world.rank or not all(micros) or time.monotonic() < self.compared + LOOK_SECONDS:
+            return
+        median = statistics.median_low(self.forward)
+        self.compared, latest, self.forward = time.monotonic(), self.forward, [0] * len(micros)
+        for rank, own in enumerate(latest):
+            self.slow[rank] = self.slow.get(rank, 0) + 1 if own > max(1.5 * median, 1000) else 0
+            if self.slow[rank] == 2:
+                warn(
+                    f"rank {rank} on {self.peers[rank][0]} is slow: {own / max(1, median):.1f} "
+                    "times the median rank's seconds; other processes there, or a hot GPU?"
+                )
 
 
 # ----------------------------------------------------------------------------------- TRAINING
@@ -1053,6 +1492,14 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    claim: Claim
+    stop: "StopWishes"
+    watch: "Watchdog"
+    saver: Saver
+    bad_steps: torch.Tensor  # int64 [2]: with a gradient that is not finite, in a row and in all
+    test_batches: int  # on the rank that has most
+    timer: "Timer"
+    told_bad_steps: int = 0
     ddp: nn.Module | None = None  # the model, its gradients averaged over the ranks
     log: MetricsLog | None = None  # on rank 0
 
@@ -1062,13 +1509,13 @@ class Run:
         return {name: getattr(self.sampler, name) for name in names}
 
 
-def build_run(cfg: argparse.Namespace, world: World) -> Run:
+def build_run(cfg: argparse.Namespace, world: World, claim: Claim, stop: "StopWishes") -> Run:
     """Data, model and optimizer. Collective: every rank."""
     train_set, test_set, spec = get_datasets(cfg, world)
     sampler = on_every_rank(world, MicroBatchSampler, len(train_set), cfg, world)
-    # Every test sample once, without the padding of DistributedSampler: rank r takes r, r + W ...
-    mine = range(world.rank, len(test_set), world.world_size)
-    test_sampler = BatchSampler(mine, cfg.batch_size, drop_last=False)
+    # Every test sample once, without DistributedSampler's padding: rank r takes batch r, r + W ...
+    batches = list(BatchSampler(range(len(test_set)), cfg.batch_size, drop_last=False))
+    test_sampler = batches[world.rank :: world.world_size]
     model = on_every_rank(world, place_model, cfg, world, spec, sampler.smallest)
     return Run(
         cfg=cfg,
@@ -1080,18 +1527,29 @@ def build_run(cfg: argparse.Namespace, world: World) -> Run:
         model=model,
         optimizer=build_optimizer(cfg, model),
         scaler=torch.amp.GradScaler(world.device.type, enabled=cfg.amp == "fp16"),
+        claim=claim,
+        stop=stop,
+        watch=Watchdog(cfg, world, claim),
+        saver=Saver(),
+        bad_steps=torch.zeros(2, dtype=torch.int64, device=world.device),
+        test_batches=-(-len(batches) // world.world_size),
+        timer=Timer(world.device),
     )
 
 
 def wrap_ddp(run: Run) -> nn.Module:
     """DistributedDataParallel averages gradients over the ranks while backward still runs."""
     cfg, spec, device = run.cfg, run.spec, run.world.device
-    if run.world.world_size == 1:
+    if run.world.world_size == 1 or cfg.reproducible:
         return run.model
+    names = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     ddp = DistributedDataParallel(
         run.model.train(),
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # gradients live in the buffers that are sent: no copies
+        # BatchNorm's buffers need no broadcast: evaluate() does it, and rank 0 saves its own.
+        **{name: False},
         # For one backward pass a step and a model that uses all its parameters in each of them.
         static_graph=run.sampler.per_step == run.world.world_size and not cfg.compile,
     )
@@ -1112,7 +1570,7 @@ def wrap_ddp(run: Run) -> nn.Module:
 
 def tune(cfg: argparse.Namespace, world: World) -> None:
     """Settings of this process, for speed or for repeatable results."""
-    if cfg.deterministic:
+    if cfg.deterministic or cfg.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
     elif world.device.type == "cuda":
@@ -1120,7 +1578,9 @@ def tune(cfg: argparse.Namespace, world: World) -> None:
     if world.device.type == "cpu":
         if cfg.amp == "fp16":
             raise UserError("--amp fp16 needs a GPU: use --amp bf16")
-        if "OMP_NUM_THREADS" not in os.environ:
+        if cfg.reproducible:
+            torch.set_num_threads(1)  # some kernels sum in another order on more
+        elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(world.cores)
         # glibc returns each large activation to the kernel and faults it in again, page by page,
         # in the next step: the largest single cost of a small network on a CPU. Let it keep them.
@@ -1128,28 +1588,6 @@ def tune(cfg: argparse.Namespace, world: World) -> None:
             m_trim_threshold, m_mmap_max = -1, -4
             libc.mallopt(m_trim_threshold, 2**31 - 1)
             libc.mallopt(m_mmap_max, 0)
-
-
-STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
-
-
-def listen_for_stop() -> list[str]:
-    """A list that gets the name of a signal that asks to stop. A second Ctrl-C ends at once."""
-    heard: list[str] = []
-    first = math.inf
-
-    def on_signal(number: int, _frame) -> None:
-        nonlocal first
-        # A launcher may pass on a Ctrl-C that has reached us already: that is still the first.
-        if number == signal.SIGINT and time.monotonic() > first + 1:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
-        first = min(first, time.monotonic())
-        heard.append(signal.Signals(number).name)
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, on_signal)
-    return heard
 
 
 def autocast(cfg: argparse.Namespace, device: torch.device) -> torch.autocast:
@@ -1163,6 +1601,37 @@ def reseed(device: torch.device, seed: int) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
+class Timer:
+    """How long a forward pass takes: this rank's own work, before it has to wait for the others.
+
+    The mean of all since the last reading; on a GPU, which is not waited for, the last one.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.passes = 0.0, 0
+        self.events = []
+        if device.type == "cuda":
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def begin(self) -> None:
+        self.began = time.perf_counter()
+        for event in self.events[:1]:
+            event.record()
+
+    def end(self) -> None:
+        self.seconds, self.passes = self.seconds + time.perf_counter() - self.began, self.passes + 1
+        for event in self.events[1:]:
+            event.record()
+
+    def read(self) -> float:
+        seconds, passes = self.seconds, self.passes
+        self.seconds, self.passes = 0.0, 0
+        if passes and self.events:
+            self.events[1].synchronize()
+            return self.events[0].elapsed_time(self.events[1]) / 1000
+        return seconds / max(1, passes)
+
+
 def train_step(run: Run, batches, step: int, global_step: int, sums: Sums) -> float:
     """One optimizer step: this rank's micro-batches forward and backward, then the update.
 
@@ -1172,98 +1641,176 @@ def train_step(run: Run, batches, step: int, global_step: int, sums: Sums) -> fl
     """
     cfg, world, sampler, device = run.cfg, run.world, run.sampler, run.world.device
     waited = 0.0
+    tree = GradientTree(run) if cfg.reproducible else None
     for micro in sampler.mine:
         began = time.perf_counter()
         images, labels = next(batches)
         waited += time.perf_counter() - began
+        run.timer.begin()
         begin, end = sampler.bounds(step, micro)
-        weight = world.world_size / sampler.step_size(step) if end > begin else 0.0
+        weight = (1 if tree else world.world_size) / sampler.step_size(step) if end > begin else 0.0
         reseed(device, mix(cfg.seed, "dropout", global_step, micro))
-        more_to_come = world.world_size > 1 and micro != sampler.mine[-1]
+        more_to_come = run.ddp is not run.model and micro != sampler.mine[-1]
         with run.ddp.no_sync() if more_to_come else nullcontext():
             with autocast(cfg, device):
                 logits = run.ddp(prepare(images, cfg, run.spec, device))
                 labels = labels.to(device, non_blocking=True)
                 loss_sum = F.cross_entropy(logits, labels, reduction="sum")
+            run.timer.end()
             run.scaler.scale(loss_sum * weight).backward()
+        if tree:
+            tree.add()
         if end > begin:
             sums.add(loss_sum, logits, labels)
+    if tree:
+        tree.finish()
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(cfg, global_step, sampler.steps_per_epoch)
-    if cfg.clip_grad_norm:
-        run.scaler.unscale_(run.optimizer)
-        nn.utils.clip_grad_norm_(run.model.parameters(), cfg.clip_grad_norm)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)
+    update(run)
     return waited
 
 
-LOOK_SECONDS = 5  # at most, between two looks at who asked to stop (or one step, if that is longer)
+def update(run: Run) -> None:
+    """The optimizer's step; none, on all ranks alike, if a gradient is NaN or infinite.
+
+    The ranks have the same gradients by now. Nothing waits for the GPU: the fused optimizers skip
+    a step there, as they do for GradScaler, which looks by itself.
+    """
+    cfg, gradients = run.cfg, [p.grad for p in run.model.parameters() if p.grad is not None]
+    if cfg.clip_grad_norm:
+        run.scaler.unscale_(run.optimizer)
+        size = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.clip_grad_norm)
+    else:
+        size = torch.stack([gradient.sum() for gradient in gradients]).sum()
+    bad = ~size.isfinite()
+    if not run.scaler.is_enabled():
+        run.optimizer.grad_scale, run.optimizer.found_inf = None, bad.float()
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.bad_steps[0].add_(1).mul_(bad)
+    run.bad_steps[1].add_(bad)
 
 
-def train_epoch(run: Run, progress: Progress, heard: list[str]) -> bool:
+class GradientTree:
+    """For --reproducible, in place of DDP: gradients summed in an order of their own.
+
+    That of a balanced binary tree over the micro-batches of a step: neighbours first, then pairs of
+    neighbours. A rank holds a whole branch of it; then pairs of ranks exchange their sums, pairs of
+    pairs, and so on. So the bits do not depend on the number of ranks, if it is a power of two.
+    """
+
+    def __init__(self, run: Run):
+        self.world, self.branches = run.world, []  # of (height, gradients in a row)
+        self.parameters = [p for p in run.model.parameters() if p.requires_grad]
+
+    def add(self) -> None:
+        """The gradients of one more micro-batch; they start from nothing again."""
+        zeros = torch.zeros_like
+        flat = torch.cat(
+            [(zeros(p) if p.grad is None else p.grad).flatten() for p in self.parameters]
+        )
+        height = 0
+        while self.branches and self.branches[-1][0] == height:
+            flat = self.branches.pop()[1].add_(flat)
+            height += 1
+        self.branches.append((height, flat))
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """Sums over the ranks, into the gradients. Collective: every rank."""
+        ((_, flat),) = self.branches
+        distance, rank = 1, self.world.rank
+        while distance < self.world.world_size:
+            other = torch.empty_like(flat)
+            pair = [(dist.isend, flat), (dist.irecv, other)]
+            for work in dist.batch_isend_irecv([dist.P2POp(*p, rank ^ distance) for p in pair]):
+                work.wait()
+            flat, distance = flat + other, 2 * distance
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, flat.split(sizes)):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient.view(parameter.shape))
+
+
+def train_epoch(run: Run, progress: Progress) -> list[str]:
     """From progress.global_step to the end of its epoch, then save. Collective: every rank.
 
-    Returns whether anybody asked to stop: the same on all ranks, after the same step.
+    Returns who asked to stop, if anybody did: the same on all ranks, after the same step.
     """
     cfg, sampler = run.cfg, run.sampler
     epoch, first = divmod(progress.global_step, sampler.steps_per_epoch)
     sampler.set_epoch(epoch, first)
     run.model.train()
     if first == 0:
-        progress.sums = progress.logged = [0.0, 0.0, 0.0]
+        progress.sums = progress.logged = [0, 0, 0]
     sums, before, waited = Sums(run.world.device), progress.sums, 0.0
-    began = logged = looked = (time.perf_counter(), waited, before[2], first)
-    next_look, step_seconds = first + 1, LOOK_SECONDS
+    began = logged = (time.perf_counter(), waited, before[2])
+    lookout = Lookout(run, first)
     batches = iter(run.train_loader)
     quiet = run.world.rank != 0 or not sys.stderr.isatty()
     bar = tqdm(total=sampler.steps_per_epoch, initial=first, disable=quiet, leave=False)
     for step in range(first, sampler.steps_per_epoch):
         waited += train_step(run, batches, step, progress.global_step, sums)
         progress.global_step += 1
+        run.watch.progress(progress.global_step)
         bar.update()
         last = step + 1 == sampler.steps_per_epoch
         log = last or progress.global_step % cfg.log_every_steps == 0
         save = progress.global_step % (cfg.checkpoint_every_steps or math.inf) == 0
-        stop = progress.global_step == cfg.stop_at_step
-        if not (log or save or stop or step + 1 >= next_look):
+        stop = ["stop-at-step"] * (progress.global_step == cfg.stop_at_step)
+        if not (log or save or stop or step + 1 >= lookout.next):
             continue
-        # The wish to stop rides along with the sums, so all ranks learn of it after the same step.
-        *reduced, wishes, seconds = sums.over_all_ranks(run.world, bool(heard), step_seconds)
-        steps = int(LOOK_SECONDS * run.world.world_size / seconds)
-        next_look = step + 1 + max(1, min(steps, 2 * (step + 1 - looked[3])))
+        reduced, wishes = lookout.look(step + 1, sums)
         progress.sums = [a + b for a, b in zip(before, reduced)]
-        now = (time.perf_counter(), waited, progress.sums[2], step + 1)
-        step_seconds, looked = (now[0] - looked[0]) / (now[3] - looked[3]), now
+        now = (time.perf_counter(), waited, progress.sums[2])
+        in_a_row = look_for_bad_steps(run, progress)
         if log:
             log_interval(run, progress, speed(logged, now), bar)
             logged = now
-        if stop := stop or wishes > 0:
+        if time.monotonic() > run.claim.told + LOOK_SECONDS:
+            run.claim.tell("running", progress.global_step)
+        if stop := stop or wishes:
             break
-        if save and not last:
-            save_checkpoint(run, progress, f"checkpoint_step_{progress.global_step}")
+        if save and not last and not in_a_row:
+            run.saver.save(run, progress, f"checkpoint_step_{progress.global_step}", last=False)
     bar.close()
     name = f"epoch_{epoch + 1}" if last else f"step_{progress.global_step}"
-    save_checkpoint(run, progress, f"checkpoint_{name}")
+    ends = bool(stop) or progress.global_step == cfg.epochs * sampler.steps_per_epoch
+    run.saver.save(run, progress, f"checkpoint_{name}", last=ends)
     if last:
-        end_epoch(run, progress, speed(began, now))
+        stop = end_epoch(run, progress, speed(began, now)) or stop
     return stop
 
 
+def look_for_bad_steps(run: Run, progress: Progress) -> int:
+    """Say how many steps were left out; raise NotFinite after too many of them in a row."""
+    in_a_row, in_all = run.bad_steps.tolist()
+    if in_all > run.told_bad_steps and run.world.rank == 0:
+        more = count(in_all - run.told_bad_steps, "step")
+        warn(f"left out {more} before step {progress.global_step}: NaN or infinite gradients")
+    run.told_bad_steps = in_all
+    if in_a_row >= run.cfg.max_bad_steps:
+        raise NotFinite(
+            f"{in_a_row} steps in a row up to step {progress.global_step} had NaN or infinite "
+            "gradients: lower --lr, set --clip-grad-norm, or look at the data; the last checkpoint "
+            "is from before"
+        )
+    return in_a_row
+
+
 def speed(begin: tuple, end: tuple) -> dict[str, float]:
-    """Between two points (time, seconds waited for data, samples, steps)."""
-    seconds, waited, samples, _ = (b - a for a, b in zip(begin, end))
+    """Between two points (time, seconds waited for data, samples)."""
+    seconds, waited, samples = (b - a for a, b in zip(begin, end))
     return {"samples_per_second": samples / seconds, "data_wait": waited / seconds}
 
 
 def log_interval(run: Run, progress: Progress, pace: dict[str, float], bar: tqdm) -> None:
     """A record for the steps since the last one."""
-    loss, correct, samples = (a - b for a, b in zip(progress.sums, progress.logged))
+    values = means([a - b for a, b in zip(progress.sums, progress.logged)])
     progress.logged = progress.sums
     if not run.log:
         return
-    values = {"loss": loss / samples, "accuracy": correct / samples}
     values["lr"] = run.optimizer.param_groups[0]["lr"]
     run.log.write("train", progress.global_step, **values, **pace)
     text = f"loss {values['loss']:.4f}, {pace['samples_per_second']:.0f} samples/s"
@@ -1272,45 +1819,50 @@ def log_interval(run: Run, progress: Progress, pace: dict[str, float], bar: tqdm
         print(f"  step {progress.global_step}: {text}", flush=True)
 
 
-def end_epoch(run: Run, progress: Progress, pace: dict[str, float]) -> None:
-    """Evaluate and tell. Collective: every rank."""
-    test_loss, test_correct, test_samples = evaluate(run)
-    if not run.log:
-        return
-    loss, correct, samples = progress.sums
+def end_epoch(run: Run, progress: Progress, pace: dict[str, float]) -> list[str]:
+    """Evaluate and tell, unless asked to stop: by whom is returned. Collective: every rank."""
+    totals, stop = evaluate(run, progress)
+    if stop or not run.log:
+        return stop
     epoch = progress.global_step // run.sampler.steps_per_epoch
-    values = {"loss": loss / samples, "accuracy": correct / samples}
-    test = {"test_loss": test_loss / test_samples, "test_accuracy": test_correct / test_samples}
+    values, test_samples = means(progress.sums), totals[2]
+    test = {f"test_{name}": value for name, value in means(totals).items()}
     run.log.write("epoch", progress.global_step, epoch=epoch, **values, **test, **pace)
     text = (
         f"Epoch {epoch} - Avg Loss: {values['loss']:.6f}, Accuracy: {values['accuracy']:.2%}, "
         f"Test Loss: {test['test_loss']:.6f}, Test Accuracy: {test['test_accuracy']:.2%} "
-        f"of {test_samples:.0f}"
+        f"of {test_samples}"
     )
     if pace:
         text += f" | {pace['samples_per_second']:.0f} samples/s"
         text += f", {pace['data_wait']:.1%} waiting for data"
     print(text, flush=True)
+    return []
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> list[float]:
-    """[loss, correct, samples] summed over the test set. Collective: every rank.
+def evaluate(run: Run, progress: Progress) -> tuple[list[int], list[str]]:
+    """([loss, correct, samples] of the test set, who asks to stop). Collective: every rank.
 
-    The ranks may have different numbers of batches, so nothing in the loop may be collective:
-    hence the model itself, not its DDP wrapper.
+    The ranks may have different numbers of batches, so only a look at the wishes to stop may be
+    collective: hence the model itself, not its DDP wrapper.
     """
     if run.world.world_size > 1:
-        for buffer in run.model.buffers():  # BatchNorm: all evaluate what rank 0 will save
+        for buffer in run.model.buffers():  # BatchNorm: all evaluate what rank 0 has saved
             dist.broadcast(buffer, src=0)
     run.model.eval()
-    device, sums = run.world.device, Sums(run.world.device)
-    for images, labels in run.test_loader:
-        labels = labels.to(device, non_blocking=True)
-        with autocast(run.cfg, device):
-            logits = run.model(prepare(images, run.cfg, run.spec, device))
-            sums.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
-    return sums.over_all_ranks(run.world)
+    device, sums, lookout = run.world.device, Sums(run.world.device), Lookout(run, 0)
+    batches = iter(run.test_loader)
+    for number in range(run.test_batches):
+        for images, labels in itertools.islice(batches, 1):  # none, perhaps, in the last round
+            labels = labels.to(device, non_blocking=True)
+            with autocast(run.cfg, device):
+                logits = run.model(prepare(images, run.cfg, run.spec, device))
+                sums.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
+        run.watch.progress(progress.global_step)
+        if number + 1 >= lookout.next and (stop := lookout.look(number + 1, sums)[1]):
+            return [0, 0, 0], stop
+    return sums.over_all_ranks(run.world), []
 
 
 # --------------------------------------------------------------------------------------- MAIN
@@ -1318,50 +1870,75 @@ def evaluate(run: Run) -> list[float]:
 
 def train(cfg: argparse.Namespace, world: World) -> None:
     """The whole run: resume, train epoch by epoch, save. Collective: every rank."""
-    run, progress, chosen = start_or_resume(cfg, world)
-    total = cfg.epochs * run.sampler.steps_per_epoch
-    goal = min(total, cfg.stop_at_step or total)
-    if world.rank == 0:
-        print_plan(run, chosen, progress, goal)
-    # A checkpoint is saved before its epoch is evaluated: a stop in between leaves that to do.
-    at_end_of_epoch = chosen and progress.global_step % run.sampler.steps_per_epoch == 0
-    evaluate_first = at_end_of_epoch and not gather(world, is_evaluated(cfg, progress))[0]
-    heard: list[str] = []
-    if progress.global_step < goal or evaluate_first:
-        opening = [open_run_directory, cfg, chosen, progress] if world.rank == 0 else [lambda: None]
-        run.log = on_every_rank(world, *opening)
-        run.ddp = wrap_ddp(run)
-        heard = listen_for_stop()
-        write_status(run, progress, "running")
-        try:
-            if evaluate_first:
-                if not is_of_this_run(chosen, cfg):
-                    epoch = progress.global_step // run.sampler.steps_per_epoch
-                    save_checkpoint(run, progress, f"checkpoint_epoch_{epoch}")
-                end_epoch(run, progress, {})
-            while progress.global_step < goal and not train_epoch(run, progress, heard):
-                pass
-        except BaseException as error:
-            with suppress(UserError):
-                write_status(run, progress, "failed", f"{type(error).__name__}: {error}")
-            raise
-    state = "finished" if progress.global_step >= total else "stopped"
-    write_status(run, progress, state, " ".join(sorted(set(heard))))
+    claim, stop_wishes = Claim(cfg, world), StopWishes(cfg, world)
+    progress = Progress()
+    try:
+        run, chosen = start_or_resume(cfg, world, claim, stop_wishes, progress)
+        total = cfg.epochs * run.sampler.steps_per_epoch
+        goal = min(total, cfg.stop_at_step or total)
+        if world.rank == 0:
+            print_plan(run, chosen, progress, goal)
+        stopped = train_to(goal, run, progress, chosen)
+        run.saver.wait()
+    except FencedOff:
+        raise
+    except BaseException as error:
+        with suppress(UserError, OSError):
+            if not claim.facts:
+                claim.withdraw()
+            elif not lost_the_others(error):
+                claim.tell("failed", progress.global_step, f"{type(error).__name__}: {error}")
+        raise
+    cut_off = progress.global_step < total or set(stopped) - {"stop-at-step"}
+    state = "stopped" if cut_off else "finished"
+    claim.tell(state, progress.global_step, " ".join(stopped))
     if run.log:
         again = "the same command" + " without --resume and --override" * (cfg.resume != "auto")
         how = "Finished" if state == "finished" else f"Stopped as asked; {again} goes on"
         print(f"{how}: step {progress.global_step} of {total}, saved in {cfg.checkpoint_dir}")
 
 
-def start_or_resume(cfg: argparse.Namespace, world: World) -> tuple[Run, Progress, str | None]:
-    """Everything in its place, new or from a checkpoint. Collective: every rank."""
+def train_to(goal: int, run: Run, progress: Progress, chosen: str | None) -> list[str]:
+    """Epoch by epoch up to that step. Returns who asked to stop. Collective: every rank."""
+    cfg, world = run.cfg, run.world
+    # A checkpoint is saved before its epoch is evaluated: a stop in between leaves that to do.
+    at_end_of_epoch = chosen and progress.global_step % run.sampler.steps_per_epoch == 0
+    evaluate_first = at_end_of_epoch and not gather(world, is_evaluated(cfg, progress))[0]
+    if progress.global_step >= goal and not evaluate_first:
+        return []
+    opening = [open_run_directory, cfg, chosen, progress] if world.rank == 0 else [lambda: None]
+    run.log = on_every_rank(world, *opening)
+    run.ddp = wrap_ddp(run)
+    hosts = sorted({host for host, _ in run.watch.peers})
+    run.claim.facts = {"start_step": progress.global_step, "began": time.time()}
+    run.claim.facts |= {"world_size": world.world_size, "hosts": hosts}
+    run.claim.tell("running", progress.global_step)
+    run.watch.start()
+    stop: list[str] = []
+    if evaluate_first:
+        if not is_of_this_run(chosen, cfg):
+            epoch = progress.global_step // run.sampler.steps_per_epoch
+            run.saver.save(run, progress, f"checkpoint_epoch_{epoch}", last=True)
+        stop = end_epoch(run, progress, {})
+    while progress.global_step < goal and not stop:
+        stop = train_epoch(run, progress)
+    run.watch.due = math.inf
+    return stop
+
+
+def start_or_resume(cfg, world: World, claim: Claim, stop: StopWishes, progress: Progress):
+    """Everything in its place, new or from a file: (Run, that file). Collective: every rank."""
     on_every_rank(world, tune, cfg, world)
-    chosen = on_every_rank(world, choose_checkpoint if world.rank == 0 else lambda _: None, cfg)
-    chosen = gather(world, chosen)[0]
+    on_rank_0 = functools.partial if world.rank == 0 else lambda *_: lambda: None
+    on_every_rank(world, on_rank_0(make_run_directory, cfg))
+    owner = gather(world, on_every_rank(world, on_rank_0(claim.make)))[0]
+    on_every_rank(world, claim.seen, owner)
+    chosen = gather(world, on_every_rank(world, on_rank_0(choose_checkpoint, cfg)))[0]
     state = on_every_rank(world, load_checkpoint, chosen, cfg, world) if chosen else None
-    run = build_run(cfg, world)
-    progress = on_every_rank(world, restore, state, run, chosen) if chosen else Progress()
-    return run, progress, chosen
+    run = build_run(cfg, world, claim, stop)
+    if chosen:
+        on_every_rank(world, restore, state, run, chosen, progress)
+    return run, chosen
 
 
 def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> None:
@@ -1404,9 +1981,22 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def lost_the_others(error: BaseException) -> bool:
+    """Whether it is only a consequence of another rank's end."""
+    return isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error)
+
+
+def record_failure(cause: str, reason: str, rank: int) -> None:
+    """For scripts/supervise.py: the first rank to fail says why."""
+    if file := os.environ.get("FAILURE_FILE"):
+        facts = {"cause": cause, "reason": reason, "rank": rank, "host": socket.gethostname()}
+        with suppress(OSError), open(file, "x") as first:
+            json.dump(facts, first)
+
+
 def tell(error: Exception) -> None:
     """A user's mistake in a sentence, anything else with its traceback."""
-    if isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error):
+    if lost_the_others(error):
         # Another rank failed first. A launcher reports the first to exit, so let that one go ahead;
         # torchrun's SIGTERM, which means that it has noticed, ends the wait.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -1418,6 +2008,12 @@ def tell(error: Exception) -> None:
         )
         time.sleep(3)
         return
+    full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "t allocate memory" in str(
+        error
+    )
+    cause = getattr(error, "cause", "out of memory" if full else "exception")
+    reason = f"{type(error).__name__}: {error}" if cause == "exception" else str(error)
+    record_failure(cause, reason, dist.get_rank() if dist.is_initialized() else 0)
     if not isinstance(error, UserError):
         traceback.print_exception(error)
         return
@@ -1468,7 +2064,8 @@ def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Sto
             announce(cards) if not problem else time.sleep(0.5)  # the others read it from us
         problem = wait_for("problem", grace=5)
     except dist.DistError as error:
-        raise UserError(
+        kind = PortInUse if "EADDRINUSE" in str(error) else UserError
+        raise kind(
             f"rank {world.rank} on {card['host']} has no store at {here} ({error}): "
             "did rank 0 start, is MASTER_PORT free, no firewall?"
         ) from None

@@ -36,7 +36,15 @@ DRY_RUN="${DRY_RUN:-}"
 
 fail() {
   echo "cluster_train.sh: error: $(hostname): $*" >&2
+  record configuration "$*"
   exit 2
+}
+
+# record CAUSE REASON: for supervise.py, if nobody was first.
+record() {
+  local reason="${2//[\\\"[:cntrl:]]/ }"
+  [[ -z "${FAILURE_FILE:-}" ]] || (set -C &&
+    echo "{\"cause\": \"$1\", \"reason\": \"$reason\", \"host\": \"$(hostname)\"}" >"$FAILURE_FILE") 2>/dev/null || true
 }
 
 print_help() {
@@ -68,7 +76,7 @@ environment() {
 # port_of_job: one that other jobs do not begin with, below the ephemeral ones (32768 and up).
 port_of_job() {
   local job="${SLURM_JOB_ID:-${PBS_JOBID:-0}}"
-  echo "$((15000 + 16 * ${job%%[^0-9]*} % 15000))"
+  echo "$((15000 + (16 * ${job%%[^0-9]*} + ${ATTEMPT:-1} - 1) % 15000))"
 }
 
 # hosts_of_job: the nodes, rank 0 first; nothing outside of a job. PBS names a host once per slot.
@@ -93,17 +101,57 @@ position() {
   fail "which of the nodes is it? Not one of: ${*:-none known}. Give node_rank"
 }
 
+# train COMMAND...: runs it to its end. A signal that asks to stop goes to its children, the workers, who
+# save and end, so that torchrun ends without an error of its own; a second one kills them.
+train() {
+  local kills status=0 alone=()
+  kills="$(oom_kills)"
+  # Out of reach of Ctrl-C, and ending with us.
+  [[ -z "$(command -v setpriv)" ]] || alone=(setpriv --pdeathsig TERM)
+  [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
+  trap 'stop TERM' TERM
+  trap 'stop INT' INT
+  trap 'stop' USR1 USR2
+  "${alone[@]}" "$@" &
+  child=$!
+  while kill -0 "$child" 2>/dev/null; do
+    wait "$child" || true # a signal interrupts it
+  done
+  wait "$child" || status=$?
+  if ((status > 0 && $(oom_kills) > kills)); then
+    record "out of memory" "the kernel of $(hostname) killed a process"
+  fi
+  return "$status"
+}
+
+# stop [SIGNAL]: at the start, when there are no workers, torchrun itself.
+stop() {
+  pkill -TERM -P "$child" || kill -TERM "$child" || true
+  # shellcheck disable=SC2064
+  [[ -z "${1:-}" ]] || trap 'pkill -KILL -P "$child"; kill -KILL "$child"' "$1"
+}
+
+oom_kills() {
+  awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' /proc/vmstat 2>/dev/null || echo 0
+}
+
 # look NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT: the number of visible GPUs; or one sentence, if the
 # workers would fail.
 look() {
   "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "${python[*]} is not Python 3.11 or newer: see scripts/site.sh"
   "${python[@]}" - "$@" "$NPROC_PER_NODE" "$BACKEND" "$TRAIN_SCRIPT" <<'END' || exit 2
-import errno, socket, sys
+import errno, json, os, socket, sys
 from glob import glob
 from importlib.util import find_spec
 
-def fail(text):
+def fail(text, cause="configuration"):
+    if "FAILURE_FILE" in os.environ:  # for supervise.py, if nobody was first
+        try:
+            with open(os.environ["FAILURE_FILE"], "x") as file:
+                json.dump({"cause": cause, "reason": text, "host": socket.gethostname()}, file)
+        except OSError:
+            pass
     sys.exit(f"cluster_train.sh: error: {socket.gethostname()}: {text}")
 
 nodes, rank, master, port, workers, backend, script = sys.argv[1:]
@@ -135,7 +183,7 @@ if int(nodes) > 1 and rank == "0":
             probe.bind((address[0], int(port)))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                fail(f"port {port} is busy here, on the master: set another MASTER_PORT on all nodes")
+                fail(f"port {port} is busy here, on the master: set another MASTER_PORT on all nodes", "port")
             fail(f"node rank 0 is here, but master {master} ({address[0]}) is not: {error.strerror}")
 elif int(nodes) > 1:
     if address[0].startswith("127."):
@@ -146,7 +194,7 @@ elif int(nodes) > 1:
     except ConnectionRefusedError:
         pass  # it answers; its store comes up in a moment
     except OSError as error:
-        fail(f"cannot reach master {master} ({address[0]}): {error.strerror or error}")
+        fail(f"cannot reach master {master} ({address[0]}): {error.strerror or error}", "node lost")
 print(gpus)
 END
 }
@@ -219,7 +267,8 @@ main() {
     fail "cannot write to $PWD/logs/distributed_training"
   ln -sfn "$log" "logs/distributed_training/latest_node$rank.log"
   # What is written last is written by the workers: tee goes when they have gone, not at a signal.
-  exec "${command[@]}" &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "logs/distributed_training/$log")
+  exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "logs/distributed_training/$log")
+  train "${command[@]}"
 }
 
 main "$@"

@@ -68,6 +68,7 @@ main() {
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
   [[ -z "${1:-}" ]] || export NPROC_PER_NODE="$1"
+  export MAX_RESTARTS=0
   directory="$PWD/runs/test_distributed_$(date +%Y%m%d_%H%M%S)_$$"
   [[ -n "$DRY_RUN" ]] || mkdir -p "$directory"
   train straight 20

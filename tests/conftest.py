@@ -6,10 +6,30 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from harness import write_mnist  # noqa: E402
+from harness import LONG, write_mnist  # noqa: E402
 
 # Who starts the tests in the background hands on an ignored Ctrl-C, which no child could unignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+left_out: list = []
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes a minute or more, for tests/run.sh --long")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not LONG:
+        left_out[:] = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if left_out:  # one line, and loud
+        line = f"{len(left_out)} LONG TESTS LEFT OUT, and shorter series run of others"
+        terminalreporter.write_line(f"{line}. All of it: tests/run.sh --cluster --long", red=True)
 
 
 @pytest.fixture(scope="session")

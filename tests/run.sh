@@ -2,10 +2,11 @@
 # Runs the checks: lint and format of Python and bash, then every test, in the virtual environment of
 # scripts/quickstart.sh (made if it is not there).
 #
-# Usage: tests/run.sh [--cluster] [options of pytest]
+# Usage: tests/run.sh [--cluster] [--long] [options of pytest]
 #
 # --cluster runs the tests on a real Slurm cluster too, in namespaces of this machine: as root, on
-# Debian, whose packages it installs. Without it, they run if the packages are there.
+# Debian, whose packages it installs. Without it, they run if the packages are there. --long runs the
+# whole of the fault suite: hundreds of kills and damaged files, every fault under every launcher.
 #
 # Environment:
 #   VENV  the virtual environment  [.venv]
@@ -14,6 +15,7 @@
 #   tests/run.sh
 #   tests/run.sh --cluster
 #   tests/run.sh -k resume
+#   tests/run.sh --cluster --long tests/faults tests/cluster/test_survival.py
 
 set -euo pipefail
 
@@ -53,12 +55,17 @@ main() {
     "$VENV/bin/pip" install --quiet --disable-pip-version-check -r tests/requirements.txt
     cp tests/requirements.txt "$VENV/installed-tests-requirements.txt"
   fi
-  if [[ "${1:-}" == --cluster ]]; then
+  while [[ "${1:-}" == --cluster || "${1:-}" == --long ]]; do
+    if [[ "$1" == --cluster ]]; then
+      install_cluster
+    else
+      export FAULTS=long
+    fi
     shift
-    install_cluster
-  fi
+  done
   lint
-  "$VENV/bin/python" -m pytest tests -q -ra --durations=5 "$@"
+  [[ -e "${1:-}" ]] || set -- tests "$@"
+  "$VENV/bin/python" -m pytest -q -ra --durations=5 "$@"
 }
 
 main "$@"

@@ -52,6 +52,7 @@ def test_option_trains_and_resumes_bitwise(tmp_path, tiny, options):
     assert untouched.records("epoch")[0]["test_accuracy"] > 0.11
 
 
+@pytest.mark.long
 def test_compile_resumes_bitwise(tmp_path):
     # Steps of 20, 20 and 10: the last shape must not change what is computed for the first.
     options = ["--dataset=synthetic", "--synthetic-samples=50", "--image-size=32", "--compile"]
@@ -198,13 +199,17 @@ def test_the_test_figures_are_those_of_the_saved_model_with_batch_norm_too(tmp_p
     options = [*tiny, "--model=resnet18", "--global-batch-size=32", "--epochs=1"]
     told = train(tmp_path / "run", 3, *options).records("epoch")[0]
     cfg = train_distributed.parse_config([*options, f"--checkpoint-dir={tmp_path / 'run'}"])
-    run = train_distributed.build_run(cfg, train_distributed.World())
+    world = train_distributed.World()
+    claim, stop = train_distributed.Claim(cfg, world), train_distributed.StopWishes(cfg, world)
+    run = train_distributed.build_run(cfg, world, claim, stop)
     checkpoint = tmp_path / "run" / "checkpoint_epoch_1.pt"
     state = train_distributed.load_checkpoint(str(checkpoint), cfg, run.world)
-    train_distributed.restore(state, run, str(checkpoint))
-    loss, correct, samples = train_distributed.evaluate(run)
-    assert told["test_loss"] == pytest.approx(loss / samples, rel=1e-5)
-    assert told["test_accuracy"] == correct / samples
+    progress = train_distributed.Progress()
+    train_distributed.restore(state, run, str(checkpoint), progress)
+    totals, _ = train_distributed.evaluate(run, progress)
+    values = train_distributed.means(totals)
+    assert told["test_loss"] == pytest.approx(values["loss"], rel=1e-5)
+    assert told["test_accuracy"] == values["accuracy"]
 
 
 def test_deterministic_asks_torch_for_repeatable_kernels():

@@ -75,7 +75,7 @@ def test_uneven_ranks_resume_bitwise_too(tmp_path, tiny):
 def test_an_epoch_whose_evaluation_was_cut_off_is_saved_and_evaluated_later(
     tmp_path, tiny, untouched
 ):
-    cut = "import os, train_distributed; train_distributed.evaluate = lambda run: os._exit(9)"
+    cut = "import os, train_distributed; train_distributed.evaluate = lambda *_: os._exit(9)"
     options = [*tiny, EPOCHS, BATCH]
     for epoch in (1, 2):
         assert launch(tmp_path / "run", RANKS, *options, before=cut).codes == [9] * RANKS

@@ -90,7 +90,7 @@ main() {
     read -r -a words <<<"$ARGS"
     set -- "${words[@]}"
   fi
-  export REPO_ROOT="${REPO_ROOT:-${PBS_O_WORKDIR:-$PWD}}" RUN_NONCE="$PBS_JOBID"
+  export REPO_ROOT="${REPO_ROOT:-${PBS_O_WORKDIR:-$PWD}}" RUN_NONCE="${RUN_NONCE:-$PBS_JOBID}"
   cd "$REPO_ROOT"
   [[ -f train_distributed.py ]] ||
     fail "no train_distributed.py in $PWD: call qsub from the repository, or set REPO_ROOT"

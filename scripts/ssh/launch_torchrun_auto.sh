@@ -116,7 +116,7 @@ main() {
   mkdir -p logs && [[ -w logs ]] || fail "cannot write to $PWD/logs"
   LAUNCH_DIR="$(mktemp -d)"
   trap 'rm -rf "$LAUNCH_DIR"' EXIT
-  RUN_NONCE="$(hostname):$LAUNCH_DIR"
+  RUN_NONCE="${RUN_NONCE:-$(hostname):$LAUNCH_DIR}"
   export LAUNCH_DIR RUN_NONCE
   mkfifo "$LAUNCH_DIR/line"
   touch "$LAUNCH_DIR/failed"

@@ -28,21 +28,7 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
-# The next three run there: bash gets them as text.
-
-# stop PID: its children, the workers, stop and save, and torchrun ends without an error of its own. At
-# the start there is nothing to save.
-# shellcheck disable=SC2329
-stop() {
-  local child workers=""
-  for child in $(pgrep -P "$1"); do
-    if [[ "$(<"/proc/$child/comm")" != tee ]]; then # which writes the log, to the end
-      kill -TERM "$child"
-      workers=1
-    fi
-  done
-  [[ -n "$workers" ]] || kill -TERM "$1"
-}
+# The next two run there: bash gets them as text.
 
 # end_all ID: kills whatever has ON_NODE=ID in its environment, whoever its parent is by now.
 # shellcheck disable=SC2329
@@ -65,9 +51,9 @@ there() {
   command=$!
   {
     while read -r; do
-      stop "$command"
+      kill -TERM "$command"
     done
-    stop "$command"
+    kill -TERM "$command"
     ON_NODE="$id" sleep 5 # for a last save
     end_all "$id"
   } <&0 >/dev/null 2>&1 &
@@ -83,7 +69,7 @@ there() {
 speak() {
   local asked=""
   "$here/../cluster_train.sh" --environment
-  declare -f stop end_all there
+  declare -f end_all there
   # shellcheck disable=SC2016
   printf 'cd %q || { echo "node.sh: error: $(hostname): the repository is not at the same path here:" \
     "set REPO_ROOT" >&2; exit 2; }\n' "$REPO_ROOT"

@@ -74,6 +74,14 @@ def racks():
     cluster.down()
 
 
+@pytest.fixture
+def lossy():
+    """Two nodes, of which Slurm misses one after 20 s of silence; of this test alone."""
+    cluster = Cluster(Path(f"/tmp/lossy-{os.getpid()}"), 2, 8, SILENCE="20")
+    yield cluster
+    cluster.down()
+
+
 @pytest.fixture(scope="session")
 def repo(tmp_path_factory):
     """A copy of the repository, in a directory with a space in its name."""

@@ -10,6 +10,7 @@
 #   NAMES      of the nodes, instead of node01 node02 ...         []
 #   CPUS       cores that a node claims; Slurm binds tasks to them if they are not more than there are  [64]
 #   PROCTRACK  how Slurm finds a job's processes: linuxproc or cgroup    [linuxproc]
+#   SILENCE    seconds after which Slurm takes a silent node for lost    [300]
 #
 # Examples:
 #   tests/cluster/up.sh 2 && tests/cluster/on.sh login sinfo
@@ -22,6 +23,7 @@ CLUSTER="${CLUSTER:-/tmp/cluster}"
 NAMES="${NAMES:-}"
 CPUS="${CPUS:-64}"
 PROCTRACK="${PROCTRACK:-linuxproc}"
+SILENCE="${SILENCE:-300}"
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 on="$here/on.sh"
@@ -109,7 +111,7 @@ configure_slurm() {
 ClusterName=test
 SlurmctldHost=login
 SlurmUser=root
-AuthInfo=socket=$CLUSTER/munge.socket
+AuthInfo=socket=$CLUSTER/munge.socket,cred_expire=10
 StateSaveLocation=$CLUSTER/state
 SlurmdSpoolDir=$CLUSTER/spool/%n
 SlurmctldPidFile=$CLUSTER/slurmctld.pid
@@ -124,8 +126,13 @@ GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 KillWait=5
+SlurmdTimeout=$SILENCE
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=$names CPUs=$CPUS Gres=gpu:$slots
 PartitionName=all Nodes=$names Default=YES State=UP OverSubscribe=YES
+PartitionName=low Nodes=$names State=UP PriorityTier=1
+PartitionName=high Nodes=$names State=UP PriorityTier=10
 END
   printf 'CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n' >"$CLUSTER/cgroup.conf"
 }

@@ -1,0 +1,243 @@
+"""What Slurm does to jobs: signals, time limits, preemption, requeueing, a node that is lost."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import LONG, assert_same_state, train
+
+TORCHRUN, SRUN = "run_distributed.slurm", "slurm_train_multinode.sh"
+EPOCHS = 120 if LONG else 30  # of 5 steps: long enough to be interfered with
+
+
+@pytest.fixture(scope="session")
+def long_options(tiny):
+    return [*tiny, f"--epochs={EPOCHS}", "--global-batch-size=48", "--checkpoint-every-steps=20"]
+
+
+@pytest.fixture(scope="session")
+def untouched(tmp_path_factory, long_options):
+    run = train(tmp_path_factory.mktemp("untouched") / "run", 4, *long_options)
+    return run.checkpoint(f"checkpoint_epoch_{EPOCHS}")
+
+
+class Job:
+    """A training in sbatch on two nodes of two."""
+
+    def __init__(self, cluster, repo, run, style, options, *flags):
+        self.cluster, self.run = cluster, run
+        flags = [
+            "--nodes=2",
+            "--gpus-per-node=2",
+            "--ntasks-per-node=2",
+            "--cpus-per-task=1",
+            *flags,
+        ]
+        flags += [f"--output={run.parent}/%j.out"]
+        words = [style, "configs/default_config.yaml", *options, f"--checkpoint-dir={run}"]
+        code, text = cluster.on("login", "sbatch", "--parsable", *flags, *words, cwd=repo)
+        assert code == 0, text
+        self.id = text.split()[-1]
+
+    def slurm(self, *words):
+        code, text = self.cluster.on("login", *words)
+        assert code == 0, text
+        return text
+
+    def facts(self) -> dict:
+        return dict(re.findall(r"(\w+)=(\S*)", self.slurm("scontrol", "show", "job", self.id)))
+
+    def status(self) -> dict:
+        path = self.run / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def wait(self, what, seconds=120):
+        deadline = time.monotonic() + seconds
+        while not (answer := what()):
+            assert time.monotonic() < deadline, (self.facts(), self.status(), self.output())
+            time.sleep(0.2)
+        return answer
+
+    def wait_for_training(self, beyond=0) -> None:
+        """Some steps of an attempt that began beyond that step, on a saved checkpoint."""
+
+        def trains():
+            files = list(self.run.glob("checkpoint_*.json"))
+            return max([json.loads(f.read_text())["step"] for f in files], default=0) > beyond + 20
+
+        self.wait(trains)
+
+    def end(self) -> str:
+        done = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        return self.wait(lambda: (s := self.facts()["JobState"]) in done and s, 180)
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in self.run.parent.glob("*.out"))
+
+    def ledger(self) -> list[dict]:
+        return [json.loads(line) for line in (self.run / "attempts.jsonl").read_text().splitlines()]
+
+
+def is_as_untouched(job, untouched) -> None:
+    end = torch.load(job.run / f"checkpoint_epoch_{EPOCHS}.pt", weights_only=True)
+    assert_same_state(end, untouched)
+    assert job.status()["state"] == "finished"
+
+
+def usr1(job):
+    job.slurm("scancel", "--batch", "--signal=USR1", job.id)
+
+
+def term_to_the_steps(job):
+    job.slurm("scancel", "--signal=TERM", job.id)
+
+
+def usr1_to_the_steps(job):
+    job.slurm("scancel", "--signal=USR1", job.id)
+
+
+def requeue(job):
+    job.slurm("scontrol", "requeue", job.id)
+
+
+long = pytest.mark.long
+SHORT = ("racks", SRUN, usr1)
+CASES = [
+    pytest.param(*case, marks=() if case == SHORT else long)
+    for case in itertools.product(
+        ("cluster", "racks"),
+        (TORCHRUN, SRUN),
+        (usr1, usr1_to_the_steps, term_to_the_steps, requeue),
+    )
+]
+
+
+@pytest.mark.parametrize(("where", "style", "ask"), CASES)
+def test_a_job_asked_to_stop_is_requeued_loses_no_step_and_ends_the_same(
+    request, repo, tmp_path, long_options, untouched, where, style, ask
+):
+    cluster = request.getfixturevalue(where)
+    job = Job(cluster, repo, tmp_path / "run", style, long_options)
+    job.wait_for_training()
+    ask(job)
+    stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 20)
+    assert job.end() == "COMPLETED", job.output()
+    first, last = job.ledger()[0], job.ledger()[-1]
+    assert (first["cause"], first["recomputed"]) == ("stopped", 0)
+    assert last["start_step"] == stopped["global_step"]
+    assert job.facts()["Restarts"] == "1"
+    is_as_untouched(job, untouched)
+
+
+@long
+@pytest.mark.parametrize("style", [TORCHRUN, SRUN])
+def test_scancel_saves_and_the_job_does_not_come_back(
+    cluster, repo, tmp_path, long_options, untouched, style
+):
+    job = Job(cluster, repo, tmp_path / "run", style, long_options)
+    job.wait_for_training()
+    job.slurm("scancel", job.id)
+    assert job.end() == "CANCELLED"
+    cluster.assert_nothing_left(15)
+    status = job.status()
+    assert status["state"] == "stopped" and status["reason"] == "SIGTERM"
+    again = Job(cluster, repo, tmp_path / "run", style, long_options)
+    assert again.end() == "COMPLETED", again.output()
+    assert f"at step {status['global_step']}\n" in again.output()
+    is_as_untouched(again, untouched)
+    assert job.facts()["Restarts"] == "0"
+
+
+def test_a_killed_rank_costs_a_relaunch_and_nothing_else(
+    cluster, repo, tmp_path, long_options, untouched
+):
+    job = Job(cluster, repo, tmp_path / "run", TORCHRUN, long_options)
+    job.wait_for_training()
+    ranks = [p for p in cluster.processes() if " -u train_distributed.py" in p.line]
+    victim = [rank for rank in ranks if rank.host == "node02"][0]
+    killed = time.time()
+    os.kill(victim.pid, 9)
+    began = job.wait(lambda: (b := job.status().get("began", 0)) > killed and b)
+    print(f"from SIGKILL of a rank to the next attempt's first step: {began - killed:.1f} s")
+    assert job.end() == "COMPLETED", job.output()
+    assert [attempt["cause"] for attempt in job.ledger()] == ["killed", "finished"]
+    assert "goodput" in job.output()
+    is_as_untouched(job, untouched)
+
+
+# --------------------------------------------------------------------- what takes a minute or more
+
+
+@long
+@pytest.mark.parametrize("style", [TORCHRUN, SRUN])
+def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
+    cluster, repo, tmp_path, tiny, style
+):
+    """Slurm's shortest time limit is a minute."""
+    options = [*tiny, "--epochs=800", "--global-batch-size=48"]
+    job = Job(cluster, repo, tmp_path / "run", style, options, "--time=1")
+    assert job.wait(lambda: job.facts()["JobState"] == "COMPLETED", 600)
+    causes = [(attempt["cause"], attempt["reason"]) for attempt in job.ledger()]
+    assert len(causes) > 1 and set(causes[:-1]) == {("stopped", "time limit")}
+    assert sum(attempt["recomputed"] for attempt in job.ledger()) == 0
+    straight = train(tmp_path / "straight", 4, *options, timeout=600)
+    end = torch.load(job.run / "checkpoint_epoch_800.pt", weights_only=True)
+    assert_same_state(end, straight.checkpoint("checkpoint_epoch_800"))
+
+
+@long
+@pytest.mark.parametrize("style", [TORCHRUN, SRUN])
+@pytest.mark.parametrize("where", ["cluster", "racks"])
+def test_a_preempted_job_saves_comes_back_and_ends_the_same(
+    request, repo, tmp_path, long_options, untouched, where, style
+):
+    cluster = request.getfixturevalue(where)
+    job = Job(
+        cluster, repo, tmp_path / "run", style, long_options, "--partition=low", "--exclusive"
+    )
+    job.wait_for_training()
+    flags = [
+        "--partition=high",
+        "--exclusive",
+        f"--nodes={len(cluster.hosts) - 1}",
+        "--wrap=sleep 5",
+    ]
+    flags += ["--output=/dev/null"]
+    job.slurm("sbatch", *flags)
+    stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 30)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.ledger()[-1]["start_step"] == stopped["global_step"]
+    is_as_untouched(job, untouched)
+
+
+@long
+@pytest.mark.parametrize("style", [TORCHRUN, SRUN])
+def test_a_node_that_is_cut_off_is_left_out_and_writes_nothing_more(
+    repo, tmp_path, tiny, lossy, style
+):
+    """Its ranks run on; the job goes on without them, bit for bit the same with --reproducible."""
+    more = ["--epochs=200", "--global-batch-size=32", "--checkpoint-every-steps=10"]
+    options = [*tiny, *more, "--reproducible", "--hang-timeout=20"]
+    job = Job(lossy, repo, tmp_path / "run", style, options)
+    job.wait_for_training()
+    on = [Path(__file__).parent / "on.sh", "login"]
+    subprocess.run([*on, "ip", "link", "set", "node02", "down"], env=lossy.env, check=True)
+    cut = time.time()
+    try:
+        assert job.end() == "COMPLETED", job.output()
+        ledger = job.ledger()
+        print(json.dumps(ledger, indent=1))
+        assert "node lost" in {attempt["cause"] for attempt in ledger}
+        assert ledger[-1]["hosts"] == ["node01"] and ledger[-1]["world_size"] == 2
+        print(f"cut off to next attempt: {ledger[-1]['start'] - cut:.0f} s")
+    finally:
+        subprocess.run([*on, "ip", "link", "set", "node02", "up"], env=lossy.env, check=True)
+    straight = train(tmp_path / "straight", 1, *options, timeout=600)
+    end = torch.load(job.run / "checkpoint_epoch_200.pt", weights_only=True)
+    assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))

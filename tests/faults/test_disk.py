@@ -1,0 +1,125 @@
+"""A full disk: named, training goes on, nothing lost. A run directory that cannot be written."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from harness import assert_same_state, launch, train
+
+STATE = 10_000_000  # bytes, roughly, of a checkpoint here
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own; small_disk(bytes) sets its size."""
+    if os.geteuid():
+        pytest.skip("only root can mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", disk], check=True)
+
+    def resize(size: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
+
+    resize.path = disk
+    yield resize
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("way", ["--no-async-checkpoint", "--async-checkpoint"])
+def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(
+    tmp_path, tiny, small_disk, way
+):
+    """Full for two saves, and for no third."""
+    options = [*tiny, "--epochs=1", "--checkpoint-every-steps=3", "--keep=0", way]
+    small_disk(4 * STATE)
+    filler, run_directory = small_disk.path / "filler", small_disk.path / "run"
+    filler.write_bytes(bytes(int(1.2 * STATE)))  # leaves room for two checkpoints
+    # The disk has room again before the fourth checkpoint and the final one.
+    free = f"""if True:
+    import os
+    import train_distributed
+
+    def look(self, step, sums, inner=train_distributed.Lookout.look):
+        if step == 11 and self.run.world.rank == 0 and os.path.exists({str(filler)!r}):
+            self.run.saver.wait(False)
+            os.unlink({str(filler)!r})
+        return inner(self, step, sums)
+
+    train_distributed.Lookout.look = look
+    """
+    run = train(run_directory, 2, *options, before=free)
+    told = [line for line in run.err[0].splitlines() if "No space left on device" in line]
+    assert len(told) == 1 and told[0].endswith("older checkpoints are intact; training goes on")
+    assert {file.stem for file in run_directory.glob("*.pt")} == {
+        *("checkpoint_step_3", "checkpoint_step_6", "checkpoint_step_12", "checkpoint_epoch_1")
+    }
+    assert not list(run_directory.glob(".*.tmp"))
+    straight = train(tmp_path / "straight", 2, *options)
+    for name in ("checkpoint_step_6", "checkpoint_step_12", "checkpoint_epoch_1"):
+        assert_same_state(run.checkpoint(name), straight.checkpoint(name))
+    assert [r["loss"] for r in run.records("train")] == [
+        r["loss"] for r in straight.records("train")
+    ]
+
+
+@pytest.mark.parametrize("saves", ["the final save", "three saves in a row"])
+def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny, small_disk, saves):
+    small_disk(int(1.5 * STATE))
+    more = ["--epochs=1", "--stop-at-step=6", "--checkpoint-every-steps=3"]
+    if saves == "three saves in a row":
+        more = ["--epochs=1000", "--checkpoint-every-steps=2"]
+    run = launch(small_disk.path / "run", 2, *tiny, *more)
+    assert run.codes[0] == 2
+    last = [line for line in run.err[0].splitlines() if "error: " in line][-1]
+    assert "No space left on device" in last and "older checkpoints are intact" in last
+    assert run.err[0].count("training goes on") == (2 if "three" in saves else 0)
+    assert not list(run.directory.glob(".*.tmp"))
+    first = "checkpoint_step_2" if "three" in saves else "checkpoint_step_3"
+    small_disk(10 * STATE)
+    again = train(small_disk.path / "run", 2, *tiny, *more[:1], "--stop-at-step=9")
+    assert f"Resuming from {run.directory}/{first}.pt" in again.out[0]
+
+
+def test_metrics_of_a_full_disk_are_written_later(tmp_path, tiny, small_disk):
+    small_disk(30_000_000)
+    options = [*tiny, "--epochs=2"]
+    filler = small_disk.path / "filler"
+    full = f"""if True:
+    import errno, os
+    import train_distributed
+
+    def write(self, kind, step, inner=train_distributed.MetricsLog.write, **values):
+        if step == 3:
+            with open({str(filler)!r}, "wb", buffering=0) as file:
+                try:
+                    while file.write(bytes(4096)):
+                        pass
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+        if step == 24 and os.path.exists({str(filler)!r}):
+            os.unlink({str(filler)!r})
+        inner(self, kind, step, **values)
+
+    train_distributed.MetricsLog.write = write
+    """
+    directory = small_disk.path / "run"
+    run = train(directory, 1, *options, before=full)
+    assert "metrics.jsonl yet ([Errno 28] No space left on device)" in run.err[0]
+    straight = train(tmp_path / "straight", 1, *options)
+    assert [r["step"] for r in run.records("train")] == [
+        r["step"] for r in straight.records("train")
+    ]
+
+
+def test_a_read_only_directory_is_told_before_anything_starts(tiny, small_disk):
+    run = train(small_disk.path / "run", 1, *tiny, "--epochs=1")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk.path], check=True)
+    result = launch(run.directory, 2, *tiny, "--epochs=2")
+    assert result.codes == [2, 2]
+    assert result.err[0] == (
+        f"train_distributed.py: error: cannot write to --checkpoint-dir {run.directory}: "
+        "Read-only file system\n"
+    )
+    assert json.loads((run.directory / "status.json").read_text())["state"] == "finished"

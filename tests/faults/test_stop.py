@@ -1,0 +1,96 @@
+"""Whoever asks to stop, on whichever rank: all ranks leave after the same step, saved."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+from harness import LONG, assert_same_state, launch, train
+
+FOREVER = "--epochs=1000000"
+
+
+def wait_for_step(directory, step: int) -> None:
+    path, deadline = directory / "metrics.jsonl", time.monotonic() + 60
+    while not path.exists() or len(path.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("trial", range(100 if LONG else 6))
+def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path, tiny, trial):
+    draw = random.Random(trial)
+    ranks = draw.choice([2, 3, 4])
+    rank, number = draw.randrange(ranks), draw.choice(["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+    print(f"trial {trial}: {number} to rank {rank} of {ranks}")
+
+    def during(processes):
+        wait_for_step(tmp_path / "run", draw.randrange(1, 20))
+        time.sleep(draw.random() / 5)
+        os.kill(processes[rank].pid, getattr(signal, number))
+
+    run = launch(tmp_path / "run", ranks, *tiny, FOREVER, during=during, record=True)
+    assert run.codes == [0] * ranks, "\n".join(run.err)
+    status = json.loads((run.directory / "status.json").read_text())
+    assert status["state"] == "stopped" and status["reason"] == number
+    samples, step = run.samples(), status["global_step"]
+    assert max(samples) == step - 1  # nobody began another
+    assert all(len(micros) == ranks for micros in samples.values())  # nobody left out the last
+    saved = run.checkpoint(max(run.directory.glob("*.pt"), key=os.path.getmtime).stem)
+    assert saved["progress"]["global_step"] == step
+
+
+@pytest.mark.parametrize("way", ["STOP", "STOP_FILE", "DEADLINE", "--max-duration"])
+def test_a_file_or_the_clock_stops_the_run(tmp_path, tiny, way):
+    stop_file, began = tmp_path / "node-local", time.time()
+    env, options = {"STOP_FILE": str(stop_file)}, []
+    if way == "DEADLINE":
+        env["DEADLINE"] = str(began + 6)
+    if way == "--max-duration":
+        options = ["--max-duration=2"]
+
+    def during(_processes):
+        wait_for_step(tmp_path / "run", 3)
+        if way.startswith("STOP"):
+            (stop_file if way == "STOP_FILE" else tmp_path / "run" / "STOP").touch()
+
+    run = train(tmp_path / "run", 2, *tiny, FOREVER, *options, env=env, during=during, timeout=30)
+    status = json.loads((run.directory / "status.json").read_text())
+    names = {"DEADLINE": "time limit", "--max-duration": "max-duration"}
+    assert (status["state"], status["reason"]) == ("stopped", names.get(way, way))
+    if way == "DEADLINE":
+        assert began + 4 < status["time"] < began + 6  # it leaves itself a tenth to save
+    assert "the same command goes on" in run.out[0]
+    stop_file.unlink(missing_ok=True)
+    again = train(
+        tmp_path / "run", 2, *tiny, FOREVER, f"--stop-at-step={status['global_step'] + 1}"
+    )
+    assert "Resuming from" in again.out[0]  # what has stopped it once does not stop it again
+
+
+STOP_IN_EVALUATION = """if True:
+    import os, signal
+    import train_distributed
+
+    def evaluate(run, progress, inner=train_distributed.evaluate):
+        if run.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return inner(run, progress)
+
+    train_distributed.evaluate = evaluate
+"""
+
+
+def test_a_stop_during_evaluation_cuts_it_off_and_it_is_made_up_for(tmp_path, tiny):
+    run = train(tmp_path / "run", 2, *tiny, "--epochs=2", before=STOP_IN_EVALUATION)
+    status = json.loads((run.directory / "status.json").read_text())
+    assert (status["state"], status["global_step"]) == ("stopped", 13)
+    assert not run.records("epoch")
+    run = train(tmp_path / "run", 2, *tiny, "--epochs=2")
+    straight = train(tmp_path / "straight", 2, *tiny, "--epochs=2")
+    told = [[r["test_loss"], r["step"]] for r in run.records("epoch")]
+    assert told == [[r["test_loss"], r["step"]] for r in straight.records("epoch")]
+    end = "checkpoint_epoch_2"
+    assert_same_state(run.checkpoint(end), straight.checkpoint(end))
