@@ -393,10 +393,12 @@ def take_cores(world: World, pin: bool) -> int:
     return max(1, len(cores))
 
 
-def end_on(problem: str | None, rank: int = 0) -> None:
+def end_on(problem: str | None, rank: int = 0, cause: str = UserError.cause) -> None:
     """End on a problem that every rank knows of: rank 0 tells it, the others leave quietly."""
     if problem and rank == 0:
-        raise UserError(problem)
+        error = UserError(problem)
+        error.cause = cause
+        raise error
     if problem:
         time.sleep(1)  # the first exit makes a launcher kill the rest: let rank 0 speak first
         raise SystemExit(2)
@@ -412,12 +414,14 @@ def gather(world: World, value) -> list:
 
 def on_every_rank(world: World, function, *arguments):
     """function(*arguments) here; a UserError on any rank ends them all. Collective: every rank."""
-    result = problem = None
+    result, problem = None, (None, None)
     try:
         result = function(*arguments)
     except UserError as error:
-        problem = f"rank {world.rank} on {socket.gethostname()}: " * (world.rank > 0) + str(error)
-    end_on(next(filter(None, gather(world, problem)), None), world.rank)
+        where = f"rank {world.rank} on {socket.gethostname()}: " * (world.rank > 0)
+        problem = where + str(error), error.cause
+    text, cause = next((p for p in gather(world, problem) if p[0]), problem)
+    end_on(text, world.rank, cause)
     return result
 
 

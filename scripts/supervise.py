@@ -94,7 +94,7 @@ def keep_alive(launch, run, most):
                     why = f"crashed {vain} times without a new checkpoint"
             say(run.goodput())
             say(f"error: {step}. Given up, {why}; once mended, to go on: {launch.again()}")
-            return 2 if cause == "configuration" else 1
+            return 2 if cause in ("configuration", "in use") else 1
         restarts += 1
         say(f"{step}. Starting again from step {attempt['saved_step']} ({restarts} of {most})")
         time.sleep(0 if vain == 0 else 2)
@@ -329,7 +329,7 @@ class Launch:
                 break
             except subprocess.TimeoutExpired:
                 self.look_after(child)
-        end_group(child.pid)  # what its first process may have left
+        end_group(child)  # what its first process may have left
         for file in (self.stop_file, self.run.path / "STOP"):
             if self.stopping_since and file.exists():
                 file.unlink()
@@ -349,24 +349,21 @@ class Launch:
             again = any(name == "SIGINT" and when > first + 1 for name, when in self.signals)
             if again or time.time() > first + self.patience:
                 self.is_ended = True
-                end_group(child.pid)
+                end_group(child)
 
 
-def end_group(group):
-    """SIGTERM, which launchers hand on, twice; then SIGKILL. Returns when the group is gone."""
-    for number, seconds in ((signal.SIGTERM, 5), (signal.SIGTERM, 10), (signal.SIGKILL, 5)):
+def end_group(child):
+    """SIGTERM, which launchers hand on, twice; then SIGKILL. Returns when its group is gone."""
+    for number, seconds in ((signal.SIGTERM, 2), (signal.SIGTERM, 6), (signal.SIGKILL, 5)):
         try:
-            os.killpg(group, number)
+            os.killpg(child.pid, number)
         except ProcessLookupError:
             return
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
+            child.poll()
             try:
-                os.waitpid(group, os.WNOHANG)
-            except ChildProcessError:
-                pass
-            try:
-                os.killpg(group, 0)
+                os.killpg(child.pid, 0)
             except ProcessLookupError:
                 return
             time.sleep(0.05)
