@@ -116,7 +116,7 @@ train() {
   child=$!
   while kill -0 "$child" 2>/dev/null; do
     wait "$child" || true # a signal interrupts it
-  done
+  done 2>/dev/null # bash would say "Killed"
   wait "$child" || status=$?
   if ((status > 0 && $(oom_kills) > kills)); then
     record "out of memory" "the kernel of $(hostname) killed a process"
@@ -124,9 +124,9 @@ train() {
   return "$status"
 }
 
-# stop [SIGNAL]: at the start, when there are no workers, torchrun itself.
+# stop [SIGNAL]: at the start, when there are no workers and nothing to save, torchrun itself.
 stop() {
-  pkill -TERM -P "$child" || kill -TERM "$child" || true
+  pkill -TERM -P "$child" || kill -KILL "$child" || true
   # shellcheck disable=SC2064
   [[ -z "${1:-}" ]] || trap 'pkill -KILL -P "$child"; kill -KILL "$child"' "$1"
 }

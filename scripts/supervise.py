@@ -75,7 +75,7 @@ def keep_alive(launch, run, most):
         if attempt["cause"] != "in use":  # by another job, whose ledger it is
             run.append(attempt)
         cause, reason = attempt["cause"], attempt["reason"]
-        if cause in ("finished", "stopped"):
+        if cause in ("finished", "stopped") and attempt["world_size"]:
             say(run.goodput())
         if cause == "finished":
             return 0
@@ -190,12 +190,18 @@ def read_json(text):
     return value if isinstance(value, dict) else None
 
 
+def job_id():
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+
+
 def run_directory_of(command):
     """What COMMAND will train in, as far as its words and its config tell."""
     config = {}
+    if os.environ.get("TRAIN_SCRIPT", "train_distributed.py") != "train_distributed.py":
+        config["dir"] = f"logs/run_{job_id() or os.getpid()}"  # of your own script we know nothing
     for word in command:
         if word.endswith((".yaml", ".yml")):
-            for line in lines_of(Path(word.split("=")[-1])):
+            for line in lines_of(Path(word.split("=")[-1])) if not config else []:
                 match = re.match(r"(checkpoint_dir|save_dir):\s*(.*?)\s*(#.*)?$", line)
                 if match and match[2].strip("'\"") not in ("", "null"):
                     config["dir"] = match[2].strip("'\"")
@@ -214,6 +220,7 @@ class Launch:
         self.command, self.run, self.patience = command, run, patience
         self.stop_file = scratch / "STOP"
         self.signals = []  # (name, time), as they came
+        self.count = 0  # of attempts
         self.nodes = nodes_of_job()
         self.is_ended = False  # by us, before it stopped by itself
         self.stopping_since = None
@@ -229,14 +236,15 @@ class Launch:
     def attempt(self):
         """One launch to its end: its line for the ledger."""
         number = 1 + max([attempt["attempt"] for attempt in self.run.attempts()] or [0])
-        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+        self.count += 1
+        job = job_id()
         nonce = f"{job or f'{socket.gethostname()}:{os.getpid()}'}.{number}"
         failure = self.run.path / f".failure_{socket.gethostname()}_{os.getpid()}.json"
         env = {
             **os.environ,
             "RUN_NONCE": nonce,
             "STOP_FILE": str(self.stop_file),
-            "ATTEMPT": str(number),
+            "ATTEMPT": str(self.count),
         }
         env.update(self.environment_of_nodes(), FAILURE_FILE=str(failure.absolute()))
         if deadline := end_of_job():

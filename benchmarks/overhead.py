@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""What surviving costs: a step with all of it against the same step without, in turns.
+
+    python benchmarks/overhead.py
+    torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py
+
+All of it: the look for NaN, the timing of each rank, the watchdog with its thread,
+the agreement on stopping and the sign of life in status.json. Without: the same model,
+data and update, and the sums that metrics need anyway. Blocks of 50 steps alternate; prints medians
+and the ratio with its quartiles.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+import train_distributed as trainer  # noqa: E402
+
+BLOCK, ROUNDS = 50, 40
+
+
+def plain_update(run) -> None:
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+
+
+class NoTimer:
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def read(self) -> float:
+        return 0.0
+
+
+def block(run, step: int, guarded: bool) -> float:
+    """Seconds for a block of steps, with its record at the end."""
+    sums, batches = trainer.Sums(run.world.device), iter(run.train_loader)
+    timer, update = run.timer, trainer.update
+    if not guarded:
+        run.timer, trainer.update = NoTimer(), plain_update
+    lookout = trainer.Lookout(run, step)
+    began = time.perf_counter()
+    for n in range(BLOCK):
+        trainer.train_step(run, batches, n, step + n, sums)
+        if guarded:
+            run.watch.progress(step + n)
+    if guarded:
+        lookout.look(step + BLOCK, sums)
+        trainer.look_for_bad_steps(run, trainer.Progress(step))
+        if time.monotonic() > run.claim.told + trainer.LOOK_SECONDS:
+            run.claim.tell("running", step)
+    else:
+        sums.over_all_ranks(run.world)
+    seconds = time.perf_counter() - began
+    run.timer, trainer.update = timer, update
+    return seconds
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        words = [f"--checkpoint-dir={directory}", "--batch-size=32", "--epochs=1000"]
+        cfg = trainer.parse_config(words)
+        world = trainer.setup_distributed(cfg)
+        claim, stop = trainer.Claim(cfg, world), trainer.StopWishes(cfg, world)
+        trainer.tune(cfg, world)
+        torch.set_num_threads(1)
+        if world.rank == 0:
+            claim.make()
+        run = trainer.build_run(cfg, world, claim, stop)
+        run.ddp = trainer.wrap_ddp(run)
+        run.model.train()
+        run.watch.start()
+        ratios, plain, step = [], [], 0
+        for number in range(ROUNDS + 2):
+            seconds = {}
+            for guarded in (True, False) if number % 2 else (False, True):
+                seconds[guarded] = block(run, step, guarded)
+                step += BLOCK
+            if number > 1:  # the first ones warm up
+                ratios.append(seconds[True] / seconds[False])
+                plain.append(seconds[False] / BLOCK)
+        run.watch.due = float("inf")
+        if world.rank == 0:
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(
+                f"{world.world_size} rank(s): step {1e3 * statistics.median(plain):.2f} ms, "
+                f"with / without {middle:.4f} (quartiles {low:.4f} to {high:.4f}), {ROUNDS} rounds"
+            )
+        if world.world_size > 1:
+            trainer.dist.barrier()
+            trainer.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
