@@ -386,6 +386,7 @@ def test_the_smoke_check_says_why_it_fails(cluster, repo):
     assert re.match(r"FAIL: .*error: node01: 1 workers for nccl, but 0 visible GPUs", last), text
 
 
+@pytest.mark.long
 def test_the_smoke_check_finds_a_resume_that_is_not_exact(cluster, repo, tmp_path):
     script = tmp_path / "my_train.py"
     script.write_text(

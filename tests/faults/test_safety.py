@@ -25,7 +25,7 @@ def test_secrets_of_the_environment_are_nowhere_to_be_found(tmp_path, tiny, copy
     run, names = copy / "run", ("WANDB_API_KEY", "HF_TOKEN", "MY_SECRET", "DB_PASSWORD")
     env = os.environ | {name: CANARY for name in names} | {"PYTHON": sys.executable}
     command = [copy / "scripts/supervise.py", copy / "scripts/ssh/launch_singlenode.sh"]
-    command += ["configs/default_config.yaml", "2", *tiny, f"--checkpoint-dir={run}", "--epochs=20"]
+    command += ["configs/default_config.yaml", "2", *tiny, f"--checkpoint-dir={run}", "--epochs=6"]
     command += ["--checkpoint-every-steps=5"]
     before = set(copy.rglob("*"))
     process = subprocess.Popen(
