@@ -116,7 +116,7 @@ train() {
   child=$!
   while kill -0 "$child" 2>/dev/null; do
     wait "$child" || true # a signal interrupts it
-  done 2>/dev/null # bash would say "Killed"
+  done 2>/dev/null        # bash would say "Killed"
   wait "$child" || status=$?
   if ((status > 0 && $(oom_kills) > kills)); then
     record "out of memory" "the kernel of $(hostname) killed a process"
