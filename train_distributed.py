@@ -985,8 +985,9 @@ class Claim:
         self.facts: dict = {}  # for scripts/supervise.py, once training begins
 
     def read(self) -> dict:
-        with suppress(OSError, ValueError):
-            return dict(json.loads(self.path.read_text()))
+        with suppress(OSError, ValueError, TypeError):
+            status = dict(json.loads(self.path.read_text()))
+            return status if self.me.keys() <= status.keys() else {}
         return {}
 
     def make(self) -> dict:
@@ -1321,10 +1322,11 @@ class StopWishes:
         self.stop_file, self.rank = os.environ.get("STOP_FILE"), world.rank
         self.stop_in_directory = Path(cfg.checkpoint_dir, "STOP")
         self.last = self.began + (cfg.max_duration or math.inf)
-        # In seconds since 1970.
-        self.end = float(
-            os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
-        )
+        end = os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
+        try:
+            self.end = float(end)
+        except ValueError:
+            raise UserError(f"DEADLINE is {end!r}, not a time in seconds since 1970") from None
         # Time to save in: a tenth of what there is, at most two minutes.
         self.reserve = min(120.0, max(0.0, self.end - self.began) / 10)
         for number in STOP_SIGNALS:
@@ -1408,7 +1410,10 @@ class Watchdog(threading.Thread):
                 signed = time.monotonic()
                 self.claim.sign_of_life()
             if time.monotonic() > self.due:
-                self.end()
+                try:
+                    self.end()
+                finally:  # whatever the disk says
+                    os._exit(1)
             if self.due < math.inf:  # should even this thread be unable to run
                 faulthandler.dump_traceback_later(self.timeout + 5, exit=True)
             else:
@@ -1418,8 +1423,9 @@ class Watchdog(threading.Thread):
         """Tell where we stand, then look where the others do."""
         warn(f"rank {self.world.rank}: no progress for {self.timeout:.0f} s at step {self.step}")
         faulthandler.dump_traceback(all_threads=True)
-        note = {"waits": self.waits(), "nonce": self.claim.read().get("pid")}
-        self.note(self.world.rank).write_text(json.dumps(note))
+        note = {"waits": self.waits(), "nonce": self.peers[0][1]}
+        with suppress(OSError):
+            self.note(self.world.rank).write_text(json.dumps(note))
         time.sleep(2)
         culprits, present = [], []
         for rank, (host, pid) in enumerate(self.peers):
@@ -1444,7 +1450,6 @@ class Watchdog(threading.Thread):
             record_failure("hang", text, self.world.rank)
             print(f"train_distributed.py: error: {text}", file=sys.stderr, flush=True)
             self.claim.tell("failed", self.step, text)
-        os._exit(1)
 
     def note(self, rank: int) -> Path:
         return self.notes / f".hang_{rank}.json"
@@ -1684,6 +1689,8 @@ def update(run: Run) -> None:
     if cfg.clip_grad_norm:
         run.scaler.unscale_(run.optimizer)
         size = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.clip_grad_norm)
+    elif gradients[0].device.type == "cuda":
+        size = nn.utils.get_total_norm(gradients)  # all of them in a few kernels
     else:
         size = torch.stack([gradient.sum() for gradient in gradients]).sum()
     bad = ~size.isfinite()

@@ -306,8 +306,8 @@ class Launch:
             self.nodes = [node for node in self.nodes if node not in lost]
             return "node lost", ", ".join(lost)
         if why:
-            where = f"rank {why['rank']} on {why['host']}: " if why.get("rank") is not None else ""
-            return why["cause"], where + why["reason"]
+            rank = "" if why.get("rank") is None else f"rank {why['rank']} on "
+            return why["cause"], f"{rank}{why['host']}: {why['reason']}"
         if self.is_ended:
             return "killed", "it did not stop in time, or you asked twice"
         if code == 2:

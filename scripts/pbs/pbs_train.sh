@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # PBS (OpenPBS, PBS Pro, Torque): torchrun on every node of the job, through pbsdsh. Change the directives
-# below, or give qsub others on the command line.
+# below, or give qsub others on the command line. scripts/supervise.py starts a crashed training again.
 #
 # Usage: qsub [options of qsub] scripts/pbs/pbs_train.sh    (from the repository; arguments: ARGS)
 #        bash scripts/pbs/pbs_train.sh [config] [options of train_distributed.py]    (in qsub -I)
 #        bash scripts/pbs/pbs_train.sh --help
 #
-# Environment (qsub -v NAME=VALUE; and that of scripts/cluster_train.sh):
+# Environment (qsub -v NAME=VALUE; and that of scripts/cluster_train.sh and scripts/supervise.py):
 #   ARGS       config and options, which not every qsub can pass on as arguments    []
 #   REPO_ROOT  this repository                            [where qsub was called]
 #   DRY_RUN    1: print the commands only                 []
@@ -99,6 +99,12 @@ main() {
     config="$1"
     shift
   fi
+  if [[ -z "$DRY_RUN" && -z "${ATTEMPT:-}" ]]; then
+    # shellcheck source=scripts/site.sh
+    source scripts/site.sh
+    # It calls this file again, with ATTEMPT set, as often as it takes.
+    exec "${PYTHON:-python3}" scripts/supervise.py bash scripts/pbs/pbs_train.sh "$config" "$@"
+  fi
   # PBS names a host once per slot; its first slot is its number for pbsdsh. This is the first host.
   mapfile -t slots < <(awk '!seen[$0]++ { print NR - 1, $0 }' "$PBS_NODEFILE")
   port="${MASTER_PORT:-$(scripts/cluster_train.sh --free-port)}"
@@ -121,7 +127,8 @@ main() {
     sleep 0.2 || true
   done
   if [[ -s "$directory/failed" ]]; then
-    fail "$(head -n 1 "$directory/failed"), so the job ends on all nodes"
+    echo "pbs_train.sh: error: $(head -n 1 "$directory/failed"), so it ends on all nodes" >&2
+    exit 1
   fi
 }
 

@@ -404,3 +404,18 @@ def test_the_smoke_check_finds_a_resume_that_is_not_exact(cluster, repo, tmp_pat
     assert code == 1
     last = text.splitlines()[-1]
     assert last.startswith("FAIL: with a stop and a resume the weights are others"), text
+
+
+def test_a_run_directory_that_the_nodes_do_not_share_is_told(cluster, repo, tmp_path, tiny):
+    run = tmp_path / "run"
+    run.mkdir()
+    assert cluster.on("node02", "mount", "-t", "tmpfs", "tmpfs", run)[0] == 0
+    try:
+        options = [*tiny, f"--checkpoint-dir={run}", "--epochs=1"]
+        code, text = cluster.on("login", *words_of(AUTO), *options, cwd=repo)
+    finally:
+        assert cluster.on("node02", "umount", run)[0] == 0
+    assert code == 1
+    told = f"error: rank 2 on node02: {run}/status.json is not what rank 0 wrote: all nodes must"
+    assert f"{told} share it\n" in text
+    assert not list(run.iterdir())

@@ -88,3 +88,10 @@ def test_saving_in_the_background_ends_in_the_same_files(tmp_path, tiny):
     assert names == {file.stem for file in ends[1].directory.glob("*.pt")} and len(names) == 8
     for name in names:
         assert_same_state(ends[0].checkpoint(name), ends[1].checkpoint(name))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"state": "running"}', '{"state": "run'])
+def test_a_status_that_nobody_understands_is_in_nobodys_way(tmp_path, tiny, content):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/status.json").write_text(content)
+    train(tmp_path / "run", 1, *tiny, "--epochs=1")

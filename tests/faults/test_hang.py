@@ -72,3 +72,21 @@ def test_a_slow_rank_is_named_with_its_host_once(tmp_path, tiny):
     assert f"WARNING: rank 1 on {os.uname().nodename} is slow" in lines[0]
     quick = train(tmp_path / "quick", 2, *tiny, "--epochs=5", before=SLOW.replace('"1"', '"9"'))
     assert "is slow" not in quick.err[0]
+
+
+BROKEN_LOADER = STUCK.replace("time.sleep(1000)", 'raise OSError("the disk is gone")')
+
+
+def test_an_exception_on_one_rank_is_told_and_ends_all(tmp_path, tiny):
+    file = tmp_path / "failure"
+    options = [*tiny, FOREVER, "--checkpoint-every-steps=4"]
+    run = launch(
+        tmp_path / "run", 3, *options, before=BROKEN_LOADER, env={"FAILURE_FILE": str(file)}
+    )
+    assert run.codes == [1, 1, 1]
+    assert run.err[1].endswith("OSError: the disk is gone\n")
+    failure = json.loads(file.read_text())
+    assert (failure["cause"], failure["rank"]) == ("exception", 1)
+    assert failure["reason"] == "OSError: the disk is gone"
+    assert (run.directory / "checkpoint_step_4.json").exists()
+    assert all(len(run.err[rank].splitlines()) == 1 for rank in (0, 2))  # "lost the others"

@@ -94,3 +94,9 @@ def test_a_stop_during_evaluation_cuts_it_off_and_it_is_made_up_for(tmp_path, ti
     assert told == [[r["test_loss"], r["step"]] for r in straight.records("epoch")]
     end = "checkpoint_epoch_2"
     assert_same_state(run.checkpoint(end), straight.checkpoint(end))
+
+
+def test_a_deadline_that_is_no_time_is_told(tmp_path, tiny):
+    result = launch(tmp_path / "run", 1, *tiny, env={"DEADLINE": "noon"})
+    assert result.codes == [2]
+    assert "error: DEADLINE is 'noon', not a time in seconds since 1970" in result.err[0]
