@@ -21,6 +21,7 @@ def run(*command, **env) -> subprocess.CompletedProcess:
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
 
 
+@pytest.mark.long  # .ci/run begins with it anyway
 def test_quickstart_trains_goes_on_and_says_what_is_wrong(tmp_path):
     # Whatever network there is, ask a proxy that nobody runs: it must work without.
     env = {"VENV": sys.prefix, "RUN_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:9"}

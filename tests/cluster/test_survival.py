@@ -154,6 +154,7 @@ def test_scancel_saves_and_the_job_does_not_come_back(
     assert job.facts()["Restarts"] == "0"
 
 
+@long
 def test_a_killed_rank_costs_a_relaunch_and_nothing_else(
     cluster, repo, tmp_path, long_options, untouched
 ):

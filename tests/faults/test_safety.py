@@ -20,6 +20,7 @@ def copy(tmp_path):
     return shutil.copytree(REPO, tmp_path / "repo", symlinks=True, ignore=ignore)
 
 
+@pytest.mark.long
 def test_secrets_of_the_environment_are_nowhere_to_be_found(tmp_path, tiny, copy):
     """After a training that was supervised, crashed, was started again, and finished."""
     run, names = copy / "run", ("WANDB_API_KEY", "HF_TOKEN", "MY_SECRET", "DB_PASSWORD")
