@@ -195,7 +195,10 @@ elif int(nodes) > 1:
         pass  # it answers; its store comes up in a moment
     except OSError as error:
         fail(f"cannot reach master {master} ({address[0]}): {error.strerror or error}", "node lost")
-print(gpus)
+try:
+    print(gpus, flush=True)
+except BrokenPipeError:  # who asked was told to stop
+    os._exit(2)
 END
 }
 
