@@ -221,6 +221,7 @@ class Launch:
         self.stop_file = scratch / "STOP"
         self.signals = []  # (name, time), as they came
         self.count = 0  # of attempts
+        self.looked, self.missing = 0.0, []  # when we asked Slurm which nodes it misses; its answer
         self.nodes = nodes_of_job()
         self.is_ended = False  # by us, before it stopped by itself
         self.stopping_since = None
@@ -246,6 +247,10 @@ class Launch:
             "STOP_FILE": str(self.stop_file),
             "ATTEMPT": str(self.count),
         }
+        if (
+            self.count > 1
+        ):  # Slurm may not have seen the end of the step before, least on a lost node
+            env["SLURM_OVERLAP"] = "1"
         env.update(self.environment_of_nodes(), FAILURE_FILE=str(failure.absolute()))
         if deadline := end_of_job():
             env.setdefault("DEADLINE", str(deadline))
@@ -344,6 +349,13 @@ class Launch:
         return code
 
     def look_after(self, child):
+        if len(self.nodes) > 1 and time.time() > self.looked + 20:
+            # A step that lost a node may neither end nor, the next one, begin.
+            missing = [node for node in self.nodes if node not in nodes_alive(self.nodes)]
+            if missing and missing == self.missing:
+                say(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
+                end_group(child)
+            self.looked, self.missing = time.time(), missing
         if self.signals and not self.stopping_since:
             self.stopping_since = time.time()
             say(f"{self.signals[0][0]}: the training saves and stops; Ctrl-C again ends it at once")

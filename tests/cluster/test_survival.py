@@ -73,9 +73,9 @@ class Job:
 
         self.wait(trains)
 
-    def end(self) -> str:
+    def end(self, seconds=180) -> str:
         done = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        return self.wait(lambda: (s := self.facts()["JobState"]) in done and s, 180)
+        return self.wait(lambda: (s := self.facts()["JobState"]) in done and s, seconds)
 
     def output(self) -> str:
         return "".join(path.read_text() for path in self.run.parent.glob("*.out"))
@@ -231,7 +231,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_writes_nothing_more(
     subprocess.run([*on, "ip", "link", "set", "node02", "down"], env=lossy.env, check=True)
     cut = time.time()
     try:
-        assert job.end() == "COMPLETED", job.output()
+        assert job.end(400) == "COMPLETED", job.output()
         ledger = job.ledger()
         print(json.dumps(ledger, indent=1))
         assert "node lost" in {attempt["cause"] for attempt in ledger}
