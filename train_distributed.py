@@ -1366,16 +1366,16 @@ class Lookout:
 
     def __init__(self, run: "Run", step: int):
         self.run, self.step, self.next = run, step, step + 1
-        self.time, self.each = time.perf_counter(), LOOK_SECONDS
+        self.time = time.perf_counter()
 
     def look(self, step: int, sums: Sums) -> tuple[list[int], list[str]]:
         """([loss, correct, samples] over all ranks, who asks to stop). Collective: every rank."""
         run, world, now = self.run, self.run.world, time.perf_counter()
-        self.each = (now - self.time) / max(1, step - self.step)
+        each = (now - self.time) / max(1, step - self.step)
         own = [0] * world.world_size
         own[world.rank] = int(1e6 * run.timer.read())
         wishes = run.stop.look(run.saver.longest)
-        reduced = sums.over_all_ranks(world, [*wishes, int(1e6 * self.each), *own])
+        reduced = sums.over_all_ranks(world, [*wishes, int(1e6 * each), *own])
         totals, wishes, rest = reduced[:3], reduced[3 : 3 + len(wishes)], reduced[3 + len(wishes) :]
         steps = int(LOOK_SECONDS * 1e6 * world.world_size / max(1, rest[0]))
         self.next = step + max(1, min(steps, 2 * (step - self.step)))

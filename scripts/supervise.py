@@ -222,7 +222,7 @@ class Launch:
         self.signals = []  # (name, time), as they came
         self.count = 0  # of attempts
         self.looked, self.missing = 0.0, []  # when we asked Slurm which nodes it misses; its answer
-        self.nodes = nodes_of_job()
+        self.nodes = self.nodes_at_first = nodes_of_job()
         self.is_ended = False  # by us, before it stopped by itself
         self.stopping_since = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -247,9 +247,8 @@ class Launch:
             "STOP_FILE": str(self.stop_file),
             "ATTEMPT": str(self.count),
         }
-        if (
-            self.count > 1
-        ):  # Slurm may not have seen the end of the step before, least on a lost node
+        if self.count > 1:
+            # Slurm may not have seen the end of the step before, least on a lost node.
             env["SLURM_OVERLAP"] = "1"
         env.update(self.environment_of_nodes(), FAILURE_FILE=str(failure.absolute()))
         if deadline := end_of_job():
@@ -261,7 +260,8 @@ class Launch:
             pass  # the trainer will say what is wrong with it
         start_step, kills, began = self.run.saved_step(), oom_kills(), time.time()
         code = self.start(env)
-        told = self.run.status() if self.run.status().get("job") == nonce else {}
+        status = self.run.status()
+        told = status if status.get("job") == nonce else {}
         why = read_json("\n".join(lines_of(failure))) or {}
         if failure.exists():
             failure.unlink()
@@ -306,8 +306,7 @@ class Launch:
             return told["state"], heard if by_us else told["reason"]
         if code == 0 and not told and not why:
             return "finished", ""  # a script of your own, which writes no status
-        lost = [node for node in self.nodes if node not in nodes_alive(self.nodes)]
-        if lost:
+        if lost := nodes_lost(self.nodes):
             self.nodes = [node for node in self.nodes if node not in lost]
             return "node lost", ", ".join(lost)
         if why:
@@ -323,7 +322,7 @@ class Launch:
 
     def environment_of_nodes(self):
         """For the Slurm scripts: the nodes that are left."""
-        if not self.nodes or self.nodes == nodes_of_job():
+        if not self.nodes or self.nodes == self.nodes_at_first:
             return {}
         return {"SLURM_JOB_NODELIST": ",".join(self.nodes), "SLURM_NNODES": str(len(self.nodes))}
 
@@ -351,7 +350,7 @@ class Launch:
     def look_after(self, child):
         if len(self.nodes) > 1 and time.time() > self.looked + 20:
             # A step that lost a node may neither end nor, the next one, begin.
-            missing = [node for node in self.nodes if node not in nodes_alive(self.nodes)]
+            missing = nodes_lost(self.nodes)
             if missing and missing == self.missing:
                 say(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
                 end_group(child)
@@ -439,15 +438,15 @@ def nodes_of_job():
     return (slurm("scontrol", "show", "hostnames", nodes) or "").split() if nodes else []
 
 
-def nodes_alive(nodes):
-    """Those that Slurm hears from."""
+def nodes_lost(nodes):
+    """Those that Slurm does not hear from."""
     if not nodes:
         return []
     text = slurm("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format=%N %T")
     if text is None:
-        return nodes
+        return []
     states = dict(line.split() for line in text.splitlines())
-    return [n for n in nodes if not re.search(r"down|fail|unknown|\*$", states.get(n, ""))]
+    return [n for n in nodes if re.search(r"down|fail|unknown|\*$", states.get(n, ""))]
 
 
 def requeue():
