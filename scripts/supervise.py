@@ -86,6 +86,11 @@ def keep_alive(launch, run, most):
         step = f"{cause} at step {attempt['end_step']}" + f": {reason}" * bool(reason)
         vain = run.crashes_without_progress()
         asked = launch.is_ended or launch.signals
+        on_time = asked and ON_TIME.issuperset(name for name, _ in launch.signals)
+        too_few = cause == "configuration" and launch.nodes != launch.nodes_at_first
+        if vain < NO_PROGRESS and (too_few or (on_time and cause not in HOPELESS)) and requeue():
+            say(f"{step}. From step {attempt['saved_step']} in the job's next turn")
+            return 1
         if cause in HOPELESS or asked or vain >= NO_PROGRESS or restarts >= most:
             why = "that would happen again" if cause in HOPELESS else "as you asked"
             if not asked and cause not in HOPELESS:
@@ -271,7 +276,7 @@ class Launch:
         end_time = max(told.get("time", 0), last.get("time", 0))
         saved = max(self.run.saved_step(), start_step)
         cause, reason = self.cause(code, told, why, kills)
-        if told and cause not in ("finished", "stopped"):
+        if told.get("state") == "running":
             self.mark_failed(told, cause, reason)
         return {
             "attempt": number,
@@ -300,7 +305,8 @@ class Launch:
 
     def cause(self, code, told, why, kills):
         """(one word, a sentence)"""
-        if told.get("state") in ("finished", "stopped"):
+        orphaned = told.get("reason") == "SIGTERM" and code in (-9, 137) and not self.signals
+        if told.get("state") in ("finished", "stopped") and not orphaned:
             heard = " ".join(name for name, _ in self.signals)
             by_us = "STOP" in told["reason"] and self.stopping_since
             return told["state"], heard if by_us else told["reason"]

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -90,6 +91,10 @@ def is_as_untouched(job, untouched) -> None:
     assert job.status()["state"] == "finished"
 
 
+def ranks_on(cluster) -> list:
+    return [p for p in cluster.processes() if " -u train_distributed.py" in p.line]
+
+
 def usr1(job):
     job.slurm("scancel", "--batch", "--signal=USR1", job.id)
 
@@ -155,13 +160,28 @@ def test_scancel_saves_and_the_job_does_not_come_back(
 
 
 @long
+def test_a_job_that_cannot_save_in_time_is_requeued_all_the_same(
+    cluster, repo, tmp_path, long_options, untouched
+):
+    job = Job(
+        cluster, repo, tmp_path / "run", TORCHRUN, long_options, "--export=ALL,STOP_SECONDS=3"
+    )
+    job.wait_for_training()
+    os.kill(ranks_on(cluster)[-1].pid, signal.SIGSTOP)
+    usr1(job)
+    assert job.end() == "COMPLETED", job.output()
+    assert [attempt["cause"] for attempt in job.ledger()] == ["killed", "finished"]
+    assert job.facts()["Restarts"] == "1"
+    is_as_untouched(job, untouched)
+
+
+@long
 def test_a_killed_rank_costs_a_relaunch_and_nothing_else(
     cluster, repo, tmp_path, long_options, untouched
 ):
     job = Job(cluster, repo, tmp_path / "run", TORCHRUN, long_options)
     job.wait_for_training()
-    ranks = [p for p in cluster.processes() if " -u train_distributed.py" in p.line]
-    victim = [rank for rank in ranks if rank.host == "node02"][0]
+    victim = next(rank for rank in ranks_on(cluster) if rank.host == "node02")
     killed = time.time()
     os.kill(victim.pid, 9)
     began = job.wait(lambda: (b := job.status().get("began", 0)) > killed and b)

@@ -114,6 +114,25 @@ def test_a_killed_supervisor_leaves_no_training_behind(tmp_path, tiny):
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
 
 
+ORPHANED = """#!/usr/bin/env bash
+"$@" --stop-at-step=20 &
+if [[ "$ATTEMPT" == 1 ]]; then
+  until [[ "$(wc -l <"$RUN_DIR/metrics.jsonl")" -gt 2 ]] 2>/dev/null; do sleep 0.1; done
+  kill -TERM $!  # as its kernel does when its launcher dies
+  wait
+  kill -KILL $$
+fi
+wait
+"""
+
+
+def test_a_training_that_stopped_because_its_launcher_was_killed_goes_on(tmp_path, tiny):
+    run, launcher = tmp_path / "run", tmp_path / "launcher.sh"
+    launcher.write_text(ORPHANED)
+    code, text = supervise(run, "bash", launcher, *TRAIN, *tiny, f"--checkpoint-dir={run}")
+    assert code == 0 and causes(run) == ["killed", "finished"], text
+
+
 def test_a_second_supervisor_leaves_the_ledger_of_the_first_alone(tmp_path, tiny):
     run = tmp_path / "run"
     command = [*TRAIN, *tiny, f"--checkpoint-dir={run}", FOREVER]
