@@ -1505,10 +1505,10 @@ class Run:
     stop: "StopWishes"
     watch: "Watchdog"
     saver: Saver
-    bad_steps: torch.Tensor  # int64 [2]: with a gradient that is not finite, in a row and in all
     test_batches: int  # on the rank that has most
     timer: "Timer"
-    told_bad_steps: int = 0
+    bad_steps: list[torch.Tensor] = field(default_factory=list)  # since the last look, 1.0 or 0.0
+    bad_in_a_row: int = 0
     ddp: nn.Module | None = None  # the model, its gradients averaged over the ranks
     log: MetricsLog | None = None  # on rank 0
 
@@ -1540,7 +1540,6 @@ def build_run(cfg: argparse.Namespace, world: World, claim: Claim, stop: "StopWi
         stop=stop,
         watch=Watchdog(cfg, world, claim),
         saver=Saver(),
-        bad_steps=torch.zeros(2, dtype=torch.int64, device=world.device),
         test_batches=-(-len(batches) // world.world_size),
         timer=Timer(world.device),
     )
@@ -1685,7 +1684,8 @@ def update(run: Run) -> None:
     The ranks have the same gradients by now. Nothing waits for the GPU: the fused optimizers skip
     a step there, as they do for GradScaler, which looks by itself.
     """
-    cfg, gradients = run.cfg, [p.grad for p in run.model.parameters() if p.grad is not None]
+    cfg, groups = run.cfg, run.optimizer.param_groups
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     if cfg.clip_grad_norm:
         run.scaler.unscale_(run.optimizer)
         size = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.clip_grad_norm)
@@ -1693,14 +1693,13 @@ def update(run: Run) -> None:
         size = nn.utils.get_total_norm(gradients)  # all of them in a few kernels
     else:
         size = torch.stack([gradient.sum() for gradient in gradients]).sum()
-    bad = ~size.isfinite()
+    bad = size.sub_(size).ne_(0)  # infinity - infinity is NaN, and that is not 0: 1.0, else 0.0
+    run.bad_steps.append(bad)
     if not run.scaler.is_enabled():
-        run.optimizer.grad_scale, run.optimizer.found_inf = None, bad.float()
+        run.optimizer.grad_scale, run.optimizer.found_inf = None, bad
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
-    run.bad_steps[0].add_(1).mul_(bad)
-    run.bad_steps[1].add_(bad)
 
 
 class GradientTree:
@@ -1775,7 +1774,7 @@ def train_epoch(run: Run, progress: Progress) -> list[str]:
         reduced, wishes = lookout.look(step + 1, sums)
         progress.sums = [a + b for a, b in zip(before, reduced)]
         now = (time.perf_counter(), waited, progress.sums[2])
-        in_a_row = look_for_bad_steps(run, progress)
+        look_for_bad_steps(run, progress)
         if log:
             log_interval(run, progress, speed(logged, now), bar)
             logged = now
@@ -1783,7 +1782,7 @@ def train_epoch(run: Run, progress: Progress) -> list[str]:
             run.claim.tell("running", progress.global_step)
         if stop := stop or wishes:
             break
-        if save and not last and not in_a_row:
+        if save and not last and not run.bad_in_a_row:
             run.saver.save(run, progress, f"checkpoint_step_{progress.global_step}", last=False)
     bar.close()
     name = f"epoch_{epoch + 1}" if last else f"step_{progress.global_step}"
@@ -1794,20 +1793,21 @@ def train_epoch(run: Run, progress: Progress) -> list[str]:
     return stop
 
 
-def look_for_bad_steps(run: Run, progress: Progress) -> int:
+def look_for_bad_steps(run: Run, progress: Progress) -> None:
     """Say how many steps were left out; raise NotFinite after too many of them in a row."""
-    in_a_row, in_all = run.bad_steps.tolist()
-    if in_all > run.told_bad_steps and run.world.rank == 0:
-        more = count(in_all - run.told_bad_steps, "step")
-        warn(f"left out {more} before step {progress.global_step}: NaN or infinite gradients")
-    run.told_bad_steps = in_all
-    if in_a_row >= run.cfg.max_bad_steps:
+    bad = torch.stack(run.bad_steps).tolist()
+    run.bad_steps.clear()
+    for flag in bad:
+        run.bad_in_a_row = run.bad_in_a_row + 1 if flag else 0
+    if any(bad) and run.world.rank == 0:
+        some = count(int(sum(bad)), "step")
+        warn(f"left out {some} before step {progress.global_step}: NaN or infinite gradients")
+    if run.bad_in_a_row >= run.cfg.max_bad_steps:
         raise NotFinite(
-            f"{in_a_row} steps in a row up to step {progress.global_step} had NaN or infinite "
-            "gradients: lower --lr, set --clip-grad-norm, or look at the data; the last checkpoint "
-            "is from before"
+            f"{run.bad_in_a_row} steps in a row up to step {progress.global_step} had NaN or "
+            "infinite gradients: lower --lr, set --clip-grad-norm, or look at the data; the last "
+            "checkpoint is from before"
         )
-    return in_a_row
 
 
 def speed(begin: tuple, end: tuple) -> dict[str, float]:

@@ -55,13 +55,13 @@ GUARDS = {
     ),
     "a step with NaN counts": (
         TRAINER,
-        "    bad = ~size.isfinite()",
-        "    bad = torch.zeros_like(size, dtype=torch.bool)",
+        "    bad = size.sub_(size).ne_(0)",
+        "    bad = torch.zeros_like(size)",
         f"{NAN} -k left_out",
     ),
     "NaN for ever": (
         TRAINER,
-        "    if in_a_row >= run.cfg.max_bad_steps:",
+        "    if run.bad_in_a_row >= run.cfg.max_bad_steps:",
         "    if False:",
         f"{NAN} -k too_long",
     ),

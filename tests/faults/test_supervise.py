@@ -130,7 +130,7 @@ def test_a_training_that_stopped_because_its_launcher_was_killed_goes_on(tmp_pat
     run, launcher = tmp_path / "run", tmp_path / "launcher.sh"
     launcher.write_text(ORPHANED)
     code, text = supervise(run, "bash", launcher, *TRAIN, *tiny, f"--checkpoint-dir={run}")
-    assert code == 0 and causes(run) == ["killed", "finished"], text
+    assert code == 0 and causes(run) == ["killed", "stopped"], text
 
 
 def test_a_second_supervisor_leaves_the_ledger_of_the_first_alone(tmp_path, tiny):
