@@ -21,8 +21,9 @@ one sentence; 1 anything else (torchrun turns every failure into 1).
 To stop and save: Ctrl-C or SIGTERM, SIGUSR1, SIGUSR2 to any rank; a file STOP in the run directory;
 a file $STOP_FILE on any node; --max-duration; the end of the job's time ($DEADLINE, or Slurm's).
 
-Sections: OPTIONS, DISTRIBUTED, MODEL, DATA, METRICS, CHECKPOINTS, STOPPING, TRAINING, MAIN,
-ROLL CALL. The heart: MicroBatchSampler, train_step(), train_epoch(), save_checkpoint().
+Sections: OPTIONS, DISTRIBUTED, MODEL, DATA, METRICS, CHECKPOINTS, STOPPING, TRAINING, MAIN. For a
+second reading: ROLL CALL, CLAIM, WATCHDOG, GRADIENT TREE, LAST WORDS. The heart: MicroBatchSampler,
+train_step(), train_epoch(), save_checkpoint().
 Make it yours: your model in build_model(), your data in get_datasets().
 """
 
@@ -80,9 +81,14 @@ from tqdm import tqdm
 
 
 class UserError(Exception):
-    """A mistake the user can mend: one sentence with the remedy, exit code 2, no traceback."""
+    """A mistake the user can mend: one sentence with the remedy, exit code 2, no traceback.
 
-    cause = "configuration"  # in a word, for programs
+    The cause is a word for programs: configuration, data, disk, NaN, port, in use, superseded.
+    """
+
+    def __init__(self, text: str, cause: str = "configuration"):
+        super().__init__(text)
+        self.cause = cause
 
     def __str__(self) -> str:
         # One line, and without the traceback that a DataLoader worker wraps an exception in.
@@ -90,27 +96,10 @@ class UserError(Exception):
 
 
 class DataError(UserError):
-    cause = "data"
+    """A UserError of a DataLoader worker, from which only its type and its text come through."""
 
-
-class DiskError(UserError):
-    cause = "disk"
-
-
-class NotFinite(UserError):
-    cause = "NaN"
-
-
-class PortInUse(UserError):
-    cause = "port"
-
-
-class InUse(UserError):
-    cause = "in use"
-
-
-class FencedOff(UserError):
-    cause = "superseded"
+    def __init__(self, text: str):
+        super().__init__(text, "data")
 
 
 # ------------------------------------------------------------------------------------ OPTIONS
@@ -393,12 +382,10 @@ def take_cores(world: World, pin: bool) -> int:
     return max(1, len(cores))
 
 
-def end_on(problem: str | None, rank: int = 0, cause: str = UserError.cause) -> None:
+def end_on(problem: str | None, rank: int = 0, cause: str = "configuration") -> None:
     """End on a problem that every rank knows of: rank 0 tells it, the others leave quietly."""
     if problem and rank == 0:
-        error = UserError(problem)
-        error.cause = cause
-        raise error
+        raise UserError(problem, cause)
     if problem:
         time.sleep(1)  # the first exit makes a launcher kill the rest: let rank 0 speak first
         raise SystemExit(2)
@@ -925,7 +912,8 @@ def writing(path: Path):
     except (OSError, RuntimeError) as error:
         while error.__context__:  # torch.save hides "No space left on device" behind its own error
             error = error.__context__
-        raise DiskError(f"cannot write {path} ({error}): older checkpoints are intact") from None
+        text = f"cannot write {path} ({error}): older checkpoints are intact"
+        raise UserError(text, "disk") from None
 
 
 class HashingFile:
@@ -974,96 +962,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class Claim:
-    """One job at a time trains in a run directory: the one that status.json names."""
-
-    def __init__(self, cfg: argparse.Namespace, world: World):
-        self.path, self.rank = Path(cfg.checkpoint_dir, "status.json"), world.rank
-        self.me = {"job": world.job, "host": socket.gethostname(), "pid": os.getpid()}
-        self.before: bytes | None = None  # what was in the file
-        self.told = 0.0
-        self.facts: dict = {}  # for scripts/supervise.py, once training begins
-
-    def read(self) -> dict:
-        with suppress(OSError, ValueError, TypeError):
-            status = dict(json.loads(self.path.read_text()))
-            return status if self.me.keys() <= status.keys() else {}
-        return {}
-
-    def make(self) -> dict:
-        """For rank 0, before it changes anything. Returns who claims the directory now: us.
-
-        A later attempt of the same job takes over at once, and whoever dies leaves it free. On
-        another host, a process counts as dead after a minute without a sign of life.
-        """
-        other = self.read()
-        same_job = lineage(other.get("job", "")) == lineage(self.me["job"]) != ""
-        if other.get("state") == "running" and not same_job and self.is_alive(other):
-            job = f"job {other['job']}, " * (lineage(other["job"]) != "")
-            raise InUse(
-                f"{self.path.parent} is in use by {job}process {other['pid']} on {other['host']}: "
-                f"end that, or take another --checkpoint-dir (if it is dead, remove {self.path})"
-            )
-        self.before = self.path.read_bytes() if self.path.exists() else b""
-        status = {"global_step": 0} | other | {"state": "running"} | self.me
-        write_text(self.path, json.dumps(status))
-        return self.me
-
-    def withdraw(self) -> None:
-        """As if it had never been made."""
-        if self.before is not None:
-            write_text(self.path, self.before.decode(), claim=self)
-            if not self.before:
-                self.path.unlink()
-
-    def is_alive(self, other: dict) -> bool:
-        if other["host"] == self.me["host"]:
-            try:
-                os.kill(other["pid"], 0)
-            except ProcessLookupError:
-                return False
-            except OSError:
-                pass  # somebody else's
-            return True
-        with tempfile.TemporaryFile(dir=self.path.parent) as now:  # in the file system's own time
-            return os.fstat(now.fileno()).st_mtime - self.path.stat().st_mtime < 60
-
-    def seen(self, owner: dict) -> None:
-        """For all ranks: raise UserError unless they see what rank 0 has written."""
-        deadline = time.monotonic() + 10  # NFS may show it late
-        while {name: self.read().get(name) for name in owner} != owner:
-            if time.monotonic() > deadline:
-                raise UserError(f"{self.path} is not what rank 0 wrote: all nodes must share it")
-            time.sleep(0.2)
-
-    def sign_of_life(self) -> None:
-        if self.rank == 0:
-            with suppress(OSError):
-                os.utime(self.path)
-
-    def check(self) -> None:
-        """Raise FencedOff if another job, or a later attempt of ours, has taken over."""
-        now = self.read()
-        if any(now.get(name) != value for name, value in self.me.items()):
-            who = f"process {now.get('pid')} on {now.get('host')}, job {now.get('job')!r}"
-            raise FencedOff(
-                f"{self.path.parent} belongs to {who} now: nothing more is written to it"
-            )
-
-    def tell(self, state: str, global_step: int, reason: str = "") -> None:
-        """On rank 0. States: running, finished, stopped, failed."""
-        self.told = time.monotonic()
-        if self.rank == 0:
-            status = {"state": state, "global_step": global_step, "reason": reason, **self.me}
-            status |= {"time": time.time(), **self.facts}
-            write_text(self.path, json.dumps(status, indent=1), claim=self)
-
-
-def lineage(job: str) -> str:
-    """What all attempts of a job share: its name without the number after the dot."""
-    return "" if job in ("none", "0") else re.sub(r"\.\d+$", "", job)
-
-
 class Saver:
     """Saves checkpoints, in the background if asked to: one at a time.
 
@@ -1105,9 +1003,7 @@ class Saver:
         if self.thread:
             self.thread.join()
         error, self.thread, self.error = self.error, None, None
-        if error and (
-            last or self.failures == self.MOST_FAILURES or not isinstance(error, DiskError)
-        ):
+        if error and (last or self.failures == self.MOST_FAILURES or error.cause != "disk"):
             raise error
         if error:
             warn(f"{error}; training goes on")
@@ -1139,7 +1035,7 @@ def save_checkpoint(run: "Run", path: Path, state: dict) -> None:
     """Write path and then its manifest path.json, with which the checkpoint counts."""
     step = state["progress"]["global_step"]
     if not all(value.isfinite().all() for value in state["model"].values()):
-        raise NotFinite(f"at step {step} the weights are not finite: not saved. Lower --lr?")
+        raise UserError(f"at step {step} the weights are not finite: not saved. Lower --lr?", "NaN")
     written = write_durably(path, lambda file: torch.save(state, file), run.claim)
     facts = {"step": step, "size": written.size, "sha256": written.sha256.hexdigest()}
     text = json.dumps(facts | {"check": fingerprint(path, facts)})
@@ -1384,107 +1280,6 @@ class Lookout:
         return totals, [name for name, count in zip(run.stop.NAMES, wishes) if count]
 
 
-class Watchdog(threading.Thread):
-    """Ends this process when it makes no progress, and says which rank the others waited for.
-
-    A thread of its own. Each rank leaves a note in the run directory on where it stands, and prints
-    the stacks of its threads.
-    """
-
-    def __init__(self, cfg: argparse.Namespace, world: World, claim: Claim):
-        super().__init__(daemon=True)
-        self.world, self.claim, self.timeout = world, claim, cfg.hang_timeout
-        self.main, self.step, self.due = threading.main_thread().ident, 0, math.inf
-        self.peers = gather(world, (socket.gethostname(), os.getpid()))
-        self.notes = Path(cfg.checkpoint_dir)
-        self.forward, self.compared, self.slow = [0] * world.world_size, 0.0, {}
-
-    def progress(self, step: int) -> None:
-        self.step, self.due = step, time.monotonic() + self.timeout
-
-    def run(self) -> None:
-        signed = 0.0
-        while True:
-            time.sleep(0.5)
-            if time.monotonic() > signed + 5:
-                signed = time.monotonic()
-                self.claim.sign_of_life()
-            if time.monotonic() > self.due:
-                try:
-                    self.end()
-                finally:  # whatever the disk says
-                    os._exit(1)
-            if self.due < math.inf:  # should even this thread be unable to run
-                faulthandler.dump_traceback_later(self.timeout + 5, exit=True)
-            else:
-                faulthandler.cancel_dump_traceback_later()
-
-    def end(self) -> None:
-        """Tell where we stand, then look where the others do."""
-        warn(f"rank {self.world.rank}: no progress for {self.timeout:.0f} s at step {self.step}")
-        faulthandler.dump_traceback(all_threads=True)
-        note = {"waits": self.waits(), "nonce": self.peers[0][1]}
-        with suppress(OSError):
-            self.note(self.world.rank).write_text(json.dumps(note))
-        time.sleep(2)
-        culprits, present = [], []
-        for rank, (host, pid) in enumerate(self.peers):
-            with suppress(OSError, ValueError):
-                theirs = json.loads(self.note(rank).read_text())
-                if theirs["nonce"] == note["nonce"]:
-                    present.append(rank)
-                    if theirs["waits"]:
-                        continue
-            state = "was busy elsewhere, see its stacks" if rank in present else "does not answer"
-            culprits.append(f"rank {rank} on {host} {state}")
-            if rank not in present and host == self.peers[self.world.rank][0]:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)  # it would not end by itself
-        text = f"hang at step {self.step}: all ranks wait for each other"
-        if culprits:
-            text = (
-                f"hang at step {self.step}: the ranks waited for {count(len(culprits), 'rank')}: "
-            )
-            text += ", ".join(culprits)
-        if present[:1] == [self.world.rank]:
-            record_failure("hang", text, self.world.rank)
-            print(f"train_distributed.py: error: {text}", file=sys.stderr, flush=True)
-            self.claim.tell("failed", self.step, text)
-
-    def note(self, rank: int) -> Path:
-        return self.notes / f".hang_{rank}.json"
-
-    def waits(self) -> bool:
-        """Whether the main thread is in a collective, or in the backward pass that ends in one."""
-        frame = sys._current_frames().get(self.main)
-        while frame:
-            code = frame.f_code
-            if code.co_name in ("over_all_ranks", "gather", "_engine_run_backward"):
-                return True
-            if "/torch/distributed/" in code.co_filename:
-                return True
-            frame = frame.f_back
-        return False
-
-    def compare(self, micros: list[int]) -> None:
-        """Name a rank whose own work took half as long again as that of the median rank, twice.
-
-        Takes each rank's microseconds for a forward pass; rank 0 speaks, every few seconds at most.
-        """
-        self.forward = [a + b for a, b in zip(self.forward, micros)]
-        if self.world.rank or not all(micros) or time.monotonic() < self.compared + LOOK_SECONDS:
-            return
-        median = statistics.median_low(self.forward)
-        self.compared, latest, self.forward = time.monotonic(), self.forward, [0] * len(micros)
-        for rank, own in enumerate(latest):
-            self.slow[rank] = self.slow.get(rank, 0) + 1 if own > max(1.5 * median, 1000) else 0
-            if self.slow[rank] == 2:
-                warn(
-                    f"rank {rank} on {self.peers[rank][0]} is slow: {own / max(1, median):.1f} "
-                    "times the median rank's seconds; other processes there, or a hot GPU?"
-                )
-
-
 # ----------------------------------------------------------------------------------- TRAINING
 
 
@@ -1501,8 +1296,8 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    claim: Claim
-    stop: "StopWishes"
+    claim: "Claim"
+    stop: StopWishes
     watch: "Watchdog"
     saver: Saver
     test_batches: int  # on the rank that has most
@@ -1518,7 +1313,7 @@ class Run:
         return {name: getattr(self.sampler, name) for name in names}
 
 
-def build_run(cfg: argparse.Namespace, world: World, claim: Claim, stop: "StopWishes") -> Run:
+def build_run(cfg: argparse.Namespace, world: World, claim: "Claim", stop: StopWishes) -> Run:
     """Data, model and optimizer. Collective: every rank."""
     train_set, test_set, spec = get_datasets(cfg, world)
     sampler = on_every_rank(world, MicroBatchSampler, len(train_set), cfg, world)
@@ -1609,37 +1404,6 @@ def reseed(device: torch.device, seed: int) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-class Timer:
-    """How long a forward pass takes: this rank's own work, before it has to wait for the others.
-
-    The mean of all since the last reading; on a GPU, which is not waited for, the last one.
-    """
-
-    def __init__(self, device: torch.device):
-        self.seconds, self.passes = 0.0, 0
-        self.events = []
-        if device.type == "cuda":
-            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-
-    def begin(self) -> None:
-        self.began = time.perf_counter()
-        for event in self.events[:1]:
-            event.record()
-
-    def end(self) -> None:
-        self.seconds, self.passes = self.seconds + time.perf_counter() - self.began, self.passes + 1
-        for event in self.events[1:]:
-            event.record()
-
-    def read(self) -> float:
-        seconds, passes = self.seconds, self.passes
-        self.seconds, self.passes = 0.0, 0
-        if passes and self.events:
-            self.events[1].synchronize()
-            return self.events[0].elapsed_time(self.events[1]) / 1000
-        return seconds / max(1, passes)
-
-
 def train_step(run: Run, batches, step: int, global_step: int, sums: Sums) -> float:
     """One optimizer step: this rank's micro-batches forward and backward, then the update.
 
@@ -1702,47 +1466,6 @@ def update(run: Run) -> None:
     run.optimizer.zero_grad(set_to_none=True)
 
 
-class GradientTree:
-    """For --reproducible, in place of DDP: gradients summed in an order of their own.
-
-    That of a balanced binary tree over the micro-batches of a step: neighbours first, then pairs of
-    neighbours. A rank holds a whole branch of it; then pairs of ranks exchange their sums, pairs of
-    pairs, and so on. So the bits do not depend on the number of ranks, if it is a power of two.
-    """
-
-    def __init__(self, run: Run):
-        self.world, self.branches = run.world, []  # of (height, gradients in a row)
-        self.parameters = [p for p in run.model.parameters() if p.requires_grad]
-
-    def add(self) -> None:
-        """The gradients of one more micro-batch; they start from nothing again."""
-        zeros = torch.zeros_like
-        flat = torch.cat(
-            [(zeros(p) if p.grad is None else p.grad).flatten() for p in self.parameters]
-        )
-        height = 0
-        while self.branches and self.branches[-1][0] == height:
-            flat = self.branches.pop()[1].add_(flat)
-            height += 1
-        self.branches.append((height, flat))
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def finish(self) -> None:
-        """Sums over the ranks, into the gradients. Collective: every rank."""
-        ((_, flat),) = self.branches
-        distance, rank = 1, self.world.rank
-        while distance < self.world.world_size:
-            other = torch.empty_like(flat)
-            pair = [(dist.isend, flat), (dist.irecv, other)]
-            for work in dist.batch_isend_irecv([dist.P2POp(*p, rank ^ distance) for p in pair]):
-                work.wait()
-            flat, distance = flat + other, 2 * distance
-        sizes = [parameter.numel() for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, flat.split(sizes)):
-            parameter.grad = torch.empty_like(parameter).copy_(gradient.view(parameter.shape))
-
-
 def train_epoch(run: Run, progress: Progress) -> list[str]:
     """From progress.global_step to the end of its epoch, then save. Collective: every rank.
 
@@ -1794,7 +1517,7 @@ def train_epoch(run: Run, progress: Progress) -> list[str]:
 
 
 def look_for_bad_steps(run: Run, progress: Progress) -> None:
-    """Say how many steps were left out; raise NotFinite after too many of them in a row."""
+    """Say how many steps were left out; raise UserError after too many of them in a row."""
     bad = torch.stack(run.bad_steps).tolist()
     run.bad_steps.clear()
     for flag in bad:
@@ -1803,10 +1526,11 @@ def look_for_bad_steps(run: Run, progress: Progress) -> None:
         some = count(int(sum(bad)), "step")
         warn(f"left out {some} before step {progress.global_step}: NaN or infinite gradients")
     if run.bad_in_a_row >= run.cfg.max_bad_steps:
-        raise NotFinite(
+        raise UserError(
             f"{run.bad_in_a_row} steps in a row up to step {progress.global_step} had NaN or "
             "infinite gradients: lower --lr, set --clip-grad-norm, or look at the data; the last "
-            "checkpoint is from before"
+            "checkpoint is from before",
+            "NaN",
         )
 
 
@@ -1891,8 +1615,6 @@ def train(cfg: argparse.Namespace, world: World) -> None:
             print_plan(run, chosen, progress, goal)
         stopped = train_to(goal, run, progress, chosen)
         run.saver.wait()
-    except FencedOff:
-        raise
     except BaseException as error:
         with suppress(UserError, OSError):
             if not claim.facts:
@@ -1937,7 +1659,7 @@ def train_to(goal: int, run: Run, progress: Progress, chosen: str | None) -> lis
     return stop
 
 
-def start_or_resume(cfg, world: World, claim: Claim, stop: StopWishes, progress: Progress):
+def start_or_resume(cfg, world: World, claim, stop: StopWishes, progress: Progress):
     """Everything in its place, new or from a file: (Run, that file). Collective: every rank."""
     on_every_rank(world, tune, cfg, world)
     on_rank_0 = functools.partial if world.rank == 0 else lambda *_: lambda: None
@@ -1992,52 +1714,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def lost_the_others(error: BaseException) -> bool:
-    """Whether it is only a consequence of another rank's end."""
-    return isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error)
-
-
-def record_failure(cause: str, reason: str, rank: int) -> None:
-    """For scripts/supervise.py: the first rank to fail says why."""
-    if file := os.environ.get("FAILURE_FILE"):
-        facts = {"cause": cause, "reason": reason, "rank": rank, "host": socket.gethostname()}
-        with suppress(OSError), open(file, "x") as first:
-            json.dump(facts, first)
-
-
-def tell(error: Exception) -> None:
-    """A user's mistake in a sentence, anything else with its traceback."""
-    if lost_the_others(error):
-        # Another rank failed first. A launcher reports the first to exit, so let that one go ahead;
-        # torchrun's SIGTERM, which means that it has noticed, ends the wait.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        rank, what = dist.get_rank(), str(error).split("] ", 1)[-1].split(". This is")[0]
-        print(
-            f"train_distributed.py: rank {rank} on {socket.gethostname()} lost the others ({what})",
-            file=sys.stderr,
-            flush=True,
-        )
-        time.sleep(3)
-        return
-    full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "t allocate memory" in str(
-        error
-    )
-    cause = getattr(error, "cause", "out of memory" if full else "exception")
-    reason = f"{type(error).__name__}: {error}" if cause == "exception" else str(error)
-    record_failure(cause, reason, dist.get_rank() if dist.is_initialized() else 0)
-    if not isinstance(error, UserError):
-        traceback.print_exception(error)
-        return
-    # Before the ranks have met, those of a node find the same mistake: one of them speaks.
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    if dist.is_initialized() or local_rank == "0":
-        print(f"train_distributed.py: error: {error}", file=sys.stderr, flush=True)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
-        Path(file).write_text(json.dumps({"message": str(error), "timestamp": time.time()}))
-
-
 # ---------------------------------------------------------------------------------- ROLL CALL
-# Finding out at the start who is missing or strange. Skip it at first reading.
+# At the start: who is missing or strange?
 
 
 def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Store | None:
@@ -2075,10 +1753,10 @@ def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Sto
             announce(cards) if not problem else time.sleep(0.5)  # the others read it from us
         problem = wait_for("problem", grace=5)
     except dist.DistError as error:
-        kind = PortInUse if "EADDRINUSE" in str(error) else UserError
-        raise kind(
+        raise UserError(
             f"rank {world.rank} on {card['host']} has no store at {here} ({error}): "
-            "did rank 0 start, is MASTER_PORT free, no firewall?"
+            "did rank 0 start, is MASTER_PORT free, no firewall?",
+            "port" if "EADDRINUSE" in str(error) else "configuration",
         ) from None
     finally:
         watchdog.cancel()
@@ -2196,6 +1874,329 @@ def give_up(problem: str) -> None:
     """End this process wherever it hangs."""
     print(f"train_distributed.py: error: {problem}", file=sys.stderr, flush=True)
     os._exit(2)
+
+
+# -------------------------------------------------------------------------------------- CLAIM
+# One job at a time trains in a run directory.
+
+
+class Claim:
+    """One job at a time trains in a run directory: the one that status.json names."""
+
+    def __init__(self, cfg: argparse.Namespace, world: World):
+        self.path, self.rank = Path(cfg.checkpoint_dir, "status.json"), world.rank
+        self.me = {"job": world.job, "host": socket.gethostname(), "pid": os.getpid()}
+        self.before: bytes | None = None  # what was in the file
+        self.told = 0.0
+        self.facts: dict = {}  # for scripts/supervise.py, once training begins
+
+    def read(self) -> dict:
+        with suppress(OSError, ValueError, TypeError):
+            status = dict(json.loads(self.path.read_text()))
+            return status if self.me.keys() <= status.keys() else {}
+        return {}
+
+    def make(self) -> dict:
+        """For rank 0, before it changes anything. Returns who claims the directory now: us.
+
+        A later attempt of the same job takes over at once, and whoever dies leaves it free. On
+        another host, a process counts as dead after a minute without a sign of life.
+        """
+        other = self.read()
+        same_job = lineage(other.get("job", "")) == lineage(self.me["job"]) != ""
+        if other.get("state") == "running" and not same_job and self.is_alive(other):
+            job = f"job {other['job']}, " * (lineage(other["job"]) != "")
+            raise UserError(
+                f"{self.path.parent} is in use by {job}process {other['pid']} on {other['host']}: "
+                f"end that, or take another --checkpoint-dir (if it is dead, remove {self.path})",
+                "in use",
+            )
+        self.before = self.path.read_bytes() if self.path.exists() else b""
+        status = {"global_step": 0} | other | {"state": "running"} | self.me
+        write_text(self.path, json.dumps(status))
+        return self.me
+
+    def withdraw(self) -> None:
+        """As if it had never been made."""
+        if self.before is not None:
+            write_text(self.path, self.before.decode(), claim=self)
+            if not self.before:
+                self.path.unlink()
+
+    def is_alive(self, other: dict) -> bool:
+        if other["host"] == self.me["host"]:
+            try:
+                os.kill(other["pid"], 0)
+            except ProcessLookupError:
+                return False
+            except OSError:
+                pass  # somebody else's
+            return True
+        with tempfile.TemporaryFile(dir=self.path.parent) as now:  # in the file system's own time
+            return os.fstat(now.fileno()).st_mtime - self.path.stat().st_mtime < 60
+
+    def seen(self, owner: dict) -> None:
+        """For all ranks: raise UserError unless they see what rank 0 has written."""
+        deadline = time.monotonic() + 10  # NFS may show it late
+        while {name: self.read().get(name) for name in owner} != owner:
+            if time.monotonic() > deadline:
+                raise UserError(f"{self.path} is not what rank 0 wrote: all nodes must share it")
+            time.sleep(0.2)
+
+    def sign_of_life(self) -> None:
+        if self.rank == 0:
+            with suppress(OSError):
+                os.utime(self.path)
+
+    def check(self) -> None:
+        """Raise UserError if another job, or a later attempt of ours, has taken over."""
+        now = self.read()
+        if any(now.get(name) != value for name, value in self.me.items()):
+            who = f"process {now.get('pid')} on {now.get('host')}, job {now.get('job')!r}"
+            text = f"{self.path.parent} belongs to {who} now: nothing more is written to it"
+            raise UserError(text, "superseded")
+
+    def tell(self, state: str, global_step: int, reason: str = "") -> None:
+        """On rank 0. States: running, finished, stopped, failed."""
+        self.told = time.monotonic()
+        if self.rank == 0:
+            status = {"state": state, "global_step": global_step, "reason": reason, **self.me}
+            status |= {"time": time.time(), **self.facts}
+            write_text(self.path, json.dumps(status, indent=1), claim=self)
+
+
+def lineage(job: str) -> str:
+    """What all attempts of a job share: its name without the number after the dot."""
+    return "" if job in ("none", "0") else re.sub(r"\.\d+$", "", job)
+
+
+# ----------------------------------------------------------------------------------- WATCHDOG
+# It ends a training that hangs, and names who is slow.
+
+
+class Watchdog(threading.Thread):
+    """Ends this process when it makes no progress, and says which rank the others waited for.
+
+    A thread of its own. Each rank leaves a note in the run directory on where it stands, and prints
+    the stacks of its threads.
+    """
+
+    def __init__(self, cfg: argparse.Namespace, world: World, claim: Claim):
+        super().__init__(daemon=True)
+        self.world, self.claim, self.timeout = world, claim, cfg.hang_timeout
+        self.main, self.step, self.due = threading.main_thread().ident, 0, math.inf
+        self.peers = gather(world, (socket.gethostname(), os.getpid()))
+        self.notes = Path(cfg.checkpoint_dir)
+        self.forward, self.compared, self.slow = [0] * world.world_size, 0.0, {}
+
+    def progress(self, step: int) -> None:
+        self.step, self.due = step, time.monotonic() + self.timeout
+
+    def run(self) -> None:
+        signed = 0.0
+        while True:
+            time.sleep(0.5)
+            if time.monotonic() > signed + 5:
+                signed = time.monotonic()
+                self.claim.sign_of_life()
+            if time.monotonic() > self.due:
+                try:
+                    self.end()
+                finally:  # whatever the disk says
+                    os._exit(1)
+            if self.due < math.inf:  # should even this thread be unable to run
+                faulthandler.dump_traceback_later(self.timeout + 5, exit=True)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+
+    def end(self) -> None:
+        """Tell where we stand, then look where the others do."""
+        warn(f"rank {self.world.rank}: no progress for {self.timeout:.0f} s at step {self.step}")
+        faulthandler.dump_traceback(all_threads=True)
+        note = {"waits": self.waits(), "nonce": self.peers[0][1]}
+        with suppress(OSError):
+            self.note(self.world.rank).write_text(json.dumps(note))
+        time.sleep(2)
+        culprits, present = [], []
+        for rank, (host, pid) in enumerate(self.peers):
+            with suppress(OSError, ValueError):
+                theirs = json.loads(self.note(rank).read_text())
+                if theirs["nonce"] == note["nonce"]:
+                    present.append(rank)
+                    if theirs["waits"]:
+                        continue
+            state = "was busy elsewhere, see its stacks" if rank in present else "does not answer"
+            culprits.append(f"rank {rank} on {host} {state}")
+            if rank not in present and host == self.peers[self.world.rank][0]:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)  # it would not end by itself
+        text = f"hang at step {self.step}: all ranks wait for each other"
+        if culprits:
+            text = (
+                f"hang at step {self.step}: the ranks waited for {count(len(culprits), 'rank')}: "
+            )
+            text += ", ".join(culprits)
+        if present[:1] == [self.world.rank]:
+            record_failure("hang", text, self.world.rank)
+            print(f"train_distributed.py: error: {text}", file=sys.stderr, flush=True)
+            self.claim.tell("failed", self.step, text)
+
+    def note(self, rank: int) -> Path:
+        return self.notes / f".hang_{rank}.json"
+
+    def waits(self) -> bool:
+        """Whether the main thread is in a collective, or in the backward pass that ends in one."""
+        frame = sys._current_frames().get(self.main)
+        while frame:
+            code = frame.f_code
+            if code.co_name in ("over_all_ranks", "gather", "_engine_run_backward"):
+                return True
+            if "/torch/distributed/" in code.co_filename:
+                return True
+            frame = frame.f_back
+        return False
+
+    def compare(self, micros: list[int]) -> None:
+        """Name a rank whose own work took half as long again as that of the median rank, twice.
+
+        Takes each rank's microseconds for a forward pass; rank 0 speaks, every few seconds at most.
+        """
+        self.forward = [a + b for a, b in zip(self.forward, micros)]
+        if self.world.rank or not all(micros) or time.monotonic() < self.compared + LOOK_SECONDS:
+            return
+        median = statistics.median_low(self.forward)
+        self.compared, latest, self.forward = time.monotonic(), self.forward, [0] * len(micros)
+        for rank, own in enumerate(latest):
+            self.slow[rank] = self.slow.get(rank, 0) + 1 if own > max(1.5 * median, 1000) else 0
+            if self.slow[rank] == 2:
+                warn(
+                    f"rank {rank} on {self.peers[rank][0]} is slow: {own / max(1, median):.1f} "
+                    "times the median rank's seconds; other processes there, or a hot GPU?"
+                )
+
+
+class Timer:
+    """How long a forward pass takes: this rank's own work, before it has to wait for the others.
+
+    The mean of all since the last reading; on a GPU, which is not waited for, the last one.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.passes = 0.0, 0
+        self.events = []
+        if device.type == "cuda":
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def begin(self) -> None:
+        self.began = time.perf_counter()
+        for event in self.events[:1]:
+            event.record()
+
+    def end(self) -> None:
+        self.seconds, self.passes = self.seconds + time.perf_counter() - self.began, self.passes + 1
+        for event in self.events[1:]:
+            event.record()
+
+    def read(self) -> float:
+        seconds, passes = self.seconds, self.passes
+        self.seconds, self.passes = 0.0, 0
+        if passes and self.events:
+            self.events[1].synchronize()
+            return self.events[0].elapsed_time(self.events[1]) / 1000
+        return seconds / max(1, passes)
+
+
+# ------------------------------------------------------------------------------ GRADIENT TREE
+# For --reproducible.
+
+
+class GradientTree:
+    """For --reproducible, in place of DDP: gradients summed in an order of their own.
+
+    That of a balanced binary tree over the micro-batches of a step: neighbours first, then pairs of
+    neighbours. A rank holds a whole branch of it; then pairs of ranks exchange their sums, pairs of
+    pairs, and so on. So the bits do not depend on the number of ranks, if it is a power of two.
+    """
+
+    def __init__(self, run: Run):
+        self.world, self.branches = run.world, []  # of (height, gradients in a row)
+        self.parameters = [p for p in run.model.parameters() if p.requires_grad]
+
+    def add(self) -> None:
+        """The gradients of one more micro-batch; they start from nothing again."""
+        zeros = torch.zeros_like
+        flat = torch.cat(
+            [(zeros(p) if p.grad is None else p.grad).flatten() for p in self.parameters]
+        )
+        height = 0
+        while self.branches and self.branches[-1][0] == height:
+            flat = self.branches.pop()[1].add_(flat)
+            height += 1
+        self.branches.append((height, flat))
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """Sums over the ranks, into the gradients. Collective: every rank."""
+        ((_, flat),) = self.branches
+        distance, rank = 1, self.world.rank
+        while distance < self.world.world_size:
+            other = torch.empty_like(flat)
+            pair = [(dist.isend, flat), (dist.irecv, other)]
+            for work in dist.batch_isend_irecv([dist.P2POp(*p, rank ^ distance) for p in pair]):
+                work.wait()
+            flat, distance = flat + other, 2 * distance
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, flat.split(sizes)):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient.view(parameter.shape))
+
+
+# --------------------------------------------------------------------------------- LAST WORDS
+# How an error is told.
+
+
+def lost_the_others(error: BaseException) -> bool:
+    """Whether it is only a consequence of another rank's end."""
+    return isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error)
+
+
+def record_failure(cause: str, reason: str, rank: int) -> None:
+    """For scripts/supervise.py: the first rank to fail says why."""
+    if file := os.environ.get("FAILURE_FILE"):
+        facts = {"cause": cause, "reason": reason, "rank": rank, "host": socket.gethostname()}
+        with suppress(OSError), open(file, "x") as first:
+            json.dump(facts, first)
+
+
+def tell(error: Exception) -> None:
+    """A user's mistake in a sentence, anything else with its traceback."""
+    if lost_the_others(error):
+        # Another rank failed first. A launcher reports the first to exit, so let that one go ahead;
+        # torchrun's SIGTERM, which means that it has noticed, ends the wait.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        rank, what = dist.get_rank(), str(error).split("] ", 1)[-1].split(". This is")[0]
+        print(
+            f"train_distributed.py: rank {rank} on {socket.gethostname()} lost the others ({what})",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(3)
+        return
+    full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "t allocate memory" in str(
+        error
+    )
+    cause = getattr(error, "cause", "out of memory" if full else "exception")
+    reason = f"{type(error).__name__}: {error}" if cause == "exception" else str(error)
+    record_failure(cause, reason, dist.get_rank() if dist.is_initialized() else 0)
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
+        return
+    # Before the ranks have met, those of a node find the same mistake: one of them speaks.
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    if dist.is_initialized() or local_rank == "0":
+        print(f"train_distributed.py: error: {error}", file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
+        Path(file).write_text(json.dumps({"message": str(error), "timestamp": time.time()}))
 
 
 if __name__ == "__main__":

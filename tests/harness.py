@@ -89,6 +89,12 @@ def write_mnist(root: Path, train: int, test: int) -> Path:
     return root
 
 
+def copy_repository(to: Path) -> Path:
+    """As a fresh clone would be, with what is not committed yet."""
+    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
+    return shutil.copytree(REPO, to, symlinks=True, ignore=ignore)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

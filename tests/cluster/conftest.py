@@ -2,12 +2,11 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from harness import REPO, assert_same_state, train
+from harness import REPO, assert_same_state, copy_repository, train
 from hosts import HERE, PROBE, Cluster, why_not
 
 left_out: list = []
@@ -85,10 +84,7 @@ def lossy():
 @pytest.fixture(scope="session")
 def repo(tmp_path_factory):
     """A copy of the repository, in a directory with a space in its name."""
-    copy = tmp_path_factory.mktemp("cluster") / "my repo"
-    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
-    shutil.copytree(REPO, copy, symlinks=True, ignore=ignore)
-    return copy
+    return copy_repository(tmp_path_factory.mktemp("cluster") / "my repo")
 
 
 @pytest.fixture(scope="session")

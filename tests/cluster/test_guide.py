@@ -9,7 +9,7 @@ import shutil
 import sys
 
 import pytest
-from harness import REPO, assert_same_state, torch, train
+from harness import REPO, assert_same_state, copy_repository, torch, train
 from hosts import HERE
 
 REWRITE = "REWRITE_GUIDE" in os.environ
@@ -24,9 +24,7 @@ SECTIONS = {m[1]: m[2] for m in SECTION.finditer(GUIDE.read_text()) if BLOCK.sea
 @pytest.fixture(scope="module")
 def train_dir(tmp_path_factory):
     """A repository with the .venv that quickstart.sh makes, and qsub, which is played."""
-    copy = tmp_path_factory.mktemp("guide") / "train"
-    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
-    shutil.copytree(REPO, copy, symlinks=True, ignore=ignore)
+    copy = copy_repository(tmp_path_factory.mktemp("guide") / "train")
     qsub = f'{sys.executable} {HERE}/pbs.py qsub node01,node02 2 "$@"'
     for path, command in ((".venv/bin/python", f'{sys.executable} "$@"'), ("bin/qsub", qsub)):
         (copy / path).parent.mkdir(parents=True)

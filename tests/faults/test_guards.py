@@ -2,12 +2,11 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
-from harness import REPO
+from harness import copy_repository
 
 TRAINER, SUPERVISE = "train_distributed.py", "scripts/supervise.py"
 STOP, HANG, NAN = "test_stop.py", "test_hang.py", "test_nan.py"
@@ -153,8 +152,7 @@ GUARDS = {
 @pytest.mark.parametrize("guard", GUARDS)
 def test_without_the_guard_its_test_is_red(tmp_path, guard):
     file, there, instead, tests = GUARDS[guard]
-    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
-    copy = shutil.copytree(REPO, tmp_path / "repo", symlinks=True, ignore=ignore)
+    copy = copy_repository(tmp_path / "repo")
     text = (copy / file).read_text()
     assert text.count(there) == 1, "the guard has moved: mend this list"
     (copy / file).write_text(text.replace(there, instead))

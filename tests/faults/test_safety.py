@@ -2,22 +2,20 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from harness import REPO, launch
+from harness import copy_repository, launch
 
 CANARY = "c4n4ry-s3cr3t"
 
 
 @pytest.fixture
 def copy(tmp_path):
-    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
-    return shutil.copytree(REPO, tmp_path / "repo", symlinks=True, ignore=ignore)
+    return copy_repository(tmp_path / "repo")
 
 
 @pytest.mark.long
