@@ -138,68 +138,13 @@ oom_kills() {
 # look NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT: the number of visible GPUs; or one sentence, if the
 # workers would fail.
 look() {
+  local needs=torch
+  [[ "$TRAIN_SCRIPT" != train_distributed.py ]] || needs=torch,torchvision,yaml,tqdm
   "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "${python[*]} is not Python 3.11 or newer: see scripts/site.sh"
-  "${python[@]}" - "$@" "$NPROC_PER_NODE" "$BACKEND" "$TRAIN_SCRIPT" <<'END' || exit 2
-import errno, json, os, socket, sys
-from glob import glob
-from importlib.util import find_spec
-
-def fail(text, cause="configuration"):
-    if "FAILURE_FILE" in os.environ:  # for supervise.py, if nobody was first
-        try:
-            with open(os.environ["FAILURE_FILE"], "x") as file:
-                json.dump({"cause": cause, "reason": text, "host": socket.gethostname()}, file)
-        except OSError:
-            pass
-    sys.exit(f"cluster_train.sh: error: {socket.gethostname()}: {text}")
-
-nodes, rank, master, port, workers, backend, script = sys.argv[1:]
-needed = ["torch"] + ["torchvision", "yaml", "tqdm"] * (script == "train_distributed.py")
-missing = [name for name in needed if not find_spec(name)]
-if missing:
-    fail(f"{sys.executable} has no {', '.join(missing)}: pip install -r requirements.txt, or scripts/site.sh")
-gpus = 0
-if glob("/dev/nvidia[0-9]*") + glob("/dev/kfd") + glob("/dev/dxg"):  # else save the seconds of the import
-    import torch
-
-    gpus = torch.cuda.device_count()
-workers = int(workers or gpus or 1)
-if backend == "nccl" and gpus < workers:
-    fail(f"{workers} workers for nccl, but {gpus} visible GPUs")
-for gpu in range(min(gpus, workers)):
-    free, total = torch.cuda.mem_get_info(gpu)
-    if free < 0.8 * total:
-        print(f"WARNING: {socket.gethostname()}: GPU {gpu} has only {free >> 30} of "
-              f"{total >> 30} GiB free: is another job on it?", file=sys.stderr)
-try:
-    address = socket.getaddrinfo(master, int(port), type=socket.SOCK_STREAM)[0][4]
-except OSError as error:
-    fail(f"master {master} is unknown here ({error.strerror}): set MASTER_ADDR to an address of it")
-if int(nodes) > 1 and rank == "0":
-    with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address[0], int(port)))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                fail(f"port {port} is busy here, on the master: set another MASTER_PORT on all nodes", "port")
-            fail(f"node rank 0 is here, but master {master} ({address[0]}) is not: {error.strerror}")
-elif int(nodes) > 1:
-    if address[0].startswith("127."):
-        fail(f"master {master} is {address[0]} here, this node itself: set MASTER_ADDR to an address "
-             "that all nodes reach")
-    try:
-        socket.create_connection(address[:2], timeout=10).close()
-    except ConnectionRefusedError:
-        pass  # it answers; its store comes up in a moment
-    except OSError as error:
-        fail(f"cannot reach master {master} ({address[0]}): {error.strerror or error}", "node lost")
-try:
-    print(gpus, flush=True)
-except BrokenPipeError:  # who asked was told to stop
-    os._exit(2)
-END
+  "${python[@]}" scripts/doctor.py --quick --needs "$needs" --nnodes "$1" --node-rank "$2" \
+    --master-addr "$3" --master-port "$4" ${NPROC_PER_NODE:+--nproc-per-node "$NPROC_PER_NODE"} \
+    ${BACKEND:+--distributed-backend "$BACKEND"}
 }
 
 main() {
@@ -255,11 +200,15 @@ main() {
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
   fi
-  local command=("${python[@]}" -m "$LAUNCHER" --nnodes "$nodes" --node-rank "$rank"
-    --nproc-per-node "$NPROC_PER_NODE" --master-addr "$master" --master-port "$port"
-    "$TRAIN_SCRIPT" --config "$config" ${BACKEND:+--distributed-backend "$BACKEND"} "$@")
+  local where=(--nnodes "$nodes" --node-rank "$rank" --nproc-per-node "$NPROC_PER_NODE"
+    --master-addr "$master" --master-port "$port")
+  local what=("$TRAIN_SCRIPT" --config "$config" ${BACKEND:+--distributed-backend "$BACKEND"} "$@")
+  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" "${what[@]}")
   if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
-    command=("${command[@]:0:${#python[@]}+2}" --use-env "${command[@]:${#python[@]}+2}")
+    command=("${python[@]}" -m "$LAUNCHER" --use-env "${where[@]}" "${what[@]}")
+  fi
+  if [[ "$TRAIN_SCRIPT" == *doctor.py ]]; then # it starts the ranks itself: torchrun waits for missing nodes
+    command=("${python[@]}" "$TRAIN_SCRIPT" "${where[@]}" "${what[@]:1}")
   fi
 
   echo "\$$(printf ' %q' "${command[@]}")" # in one piece: other nodes write, too

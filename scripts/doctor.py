@@ -1,0 +1,1273 @@
+#!/usr/bin/env python3
+"""What is wrong with this machine, or this cluster, in plain words: where, and what to do.
+
+    python scripts/doctor.py                                       this machine
+    TRAIN_SCRIPT=scripts/doctor.py sbatch run_distributed.slurm    all nodes of a job, together;
+                                                                   so with every launcher
+
+Alone it looks at Python, PyTorch, GPUs, memory, limits, disks, names, environment, data and launch
+scripts. In a launch each rank does so; then all of them meet at a store with time limits, which
+answers where a collective would hang, so whoever is missing, late or odd is named; then the network
+is measured between the nodes, and an all_reduce over all ranks. It takes under a minute and writes
+nothing but a file of a few bytes in the run directory, and notes in logs/, which it removes.
+
+One line per finding: OK, WARN or FAIL, what was seen, what was expected, what to do.
+Exit code: 0 all is well, 1 a warning, 2 a failure. (In a launch warnings end with 0 too: launchers
+take anything else for a crash.)
+
+It needs PyTorch for the GPUs and the all_reduce, and nothing else but Python. It accepts the
+options of the trainer, whose place it takes in a launch, and reads --config, --checkpoint-dir,
+--data-dir, --dataset and --distributed-backend.
+"""
+
+import argparse
+import errno
+import fcntl
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"doctor.py: error: {sys.executable} is not Python 3.11 or newer: see scripts/site.sh")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+HOST = socket.gethostname()
+GIB = 1 << 30
+MEET_SECONDS = 20  # that ranks may start later than the first one
+MEASURE_SECONDS = 4  # at most, for a pair of nodes
+REDUCE_SECONDS = 20  # at most, for all of the all_reduce
+
+
+@dataclass
+class Finding:
+    level: str  # OK, WARN or FAIL
+    check: str
+    observed: str
+    expected: str = ""
+    remedy: str = ""
+    where: str = ""  # hosts or ranks; "": here
+
+    def __str__(self) -> str:
+        where = f"{self.where}: " if self.where else ""
+        text = f"{self.level:5}{self.check:17} {where}{self.observed}"
+        if self.level != "OK":
+            text += f"; expected: {self.expected}. {self.remedy[:1].upper()}{self.remedy[1:]}"
+        return text
+
+
+def ok(check: str, observed: str) -> Finding:
+    return Finding("OK", check, observed)
+
+
+def bad(level: str, check: str, observed: str, expected: str, remedy: str, where="") -> Finding:
+    return Finding(level, check, observed, expected, remedy, where)
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    if args.quick:
+        return quick(args)
+    if args.nnodes:  # as cluster_train.sh calls it, in torchrun's place
+        return start_ranks(args)
+    rank = rank_of_launch()
+    if rank is None:
+        findings = [*local_checks(args), *repository_checks(args)]
+        return report(findings, args.json)
+    return Rank(args, *rank).run()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(prog="doctor.py", description=__doc__, **style)
+    add = parser.add_argument
+    add("--json", action="store_true", help="findings as JSON, for programs")
+    add("--quick", action="store_true", help="what cluster_train.sh asks before each launch")
+    add("--config", help="of the training: where its data and its run directory are")
+    add("--checkpoint-dir", "--save-dir", help="run directory [of the config, else checkpoints]")
+    add("--data-dir", help="[of the config, else data]")
+    add("--dataset", help="[of the config, else mnist_sample]")
+    add("--distributed-backend", help="nccl or gloo [nccl on GPUs, else gloo]")
+    add("--nnodes", type=int, help=argparse.SUPPRESS)
+    add("--node-rank", type=int, help=argparse.SUPPRESS)
+    add("--nproc-per-node", type=int, help=argparse.SUPPRESS)
+    add("--master-addr", help=argparse.SUPPRESS)
+    add("--master-port", type=int, help=argparse.SUPPRESS)
+    add("--needs", default="torch", help=argparse.SUPPRESS)
+    args, args.rest = parser.parse_known_args(argv)
+    in_config = {}
+    if args.config:
+        with suppress(OSError):
+            lines = Path(args.config).read_text(errors="replace").splitlines()
+            found = (re.match(r"(\w+):\s*(.*?)\s*(#.*)?$", line) for line in lines)
+            in_config = {m[1]: m[2].strip("'\"") for m in found if m and m[2] not in ("", "null")}
+    defaults = {"checkpoint_dir": "checkpoints", "data_dir": "data", "dataset": "mnist_sample"}
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, in_config.get(name, default))
+    return args
+
+
+def report(findings: list[Finding], as_json: bool) -> int:
+    """Print all of it. Returns the exit code."""
+    worst = max((["OK", "WARN", "FAIL"].index(f.level) for f in findings), default=0)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1), flush=True)
+        return worst
+    findings = sorted(findings, key=lambda finding: ["OK", "WARN", "FAIL"].index(finding.level))
+    lines = [str(finding) for finding in findings]  # the worst stand last, where the eye is
+    count = {level: sum(f.level == level for f in findings) for level in ("FAIL", "WARN", "OK")}
+    words = ", ".join(f"{number} {level}" for level, number in count.items() if number)
+    lines.append(f"doctor.py: {words}")
+    os.write(1, ("\n".join(lines) + "\n").encode())  # in one piece: other ranks may write, too
+    return worst
+
+
+def run_command(*command: str, timeout: float = 10) -> str:
+    """What it prints; "" if it fails or is not there."""
+    with suppress(OSError, subprocess.SubprocessError):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        return result.stdout if result.returncode == 0 else ""
+    return ""
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+# ------------------------------------------------------------------------------- THIS MACHINE
+
+
+def local_checks(args) -> list[Finding]:
+    """Of this machine, in the environment as it is."""
+    findings = []
+    checks = [software, gpus, shared_memory, limits, disks, cores, name_of_host, environment]
+    for check in checks:
+        try:
+            findings += check(args)
+        except Exception as error:  # a strange machine is no reason to say nothing of the rest
+            what = f"could not be looked at ({type(error).__name__}: {error})"
+            findings.append(
+                bad("WARN", check.__name__, what, "an answer", "look at it yourself, and tell us")
+            )
+    return findings
+
+
+def software(args) -> list[Finding]:
+    version = platform.python_version()
+    missing = [name for name in args.needs.split(",") if not importlib.util.find_spec(name)]
+    if missing:
+        what, remedy = f"{sys.executable} has no {', '.join(missing)}", "see scripts/site.sh"
+        return [
+            bad("FAIL", "packages", what, "all", f"pip install -r requirements.txt, or {remedy}")
+        ]
+    import torch
+
+    numbers = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+    found = f"{torch.__version__}, Python {version}"
+    if numbers < (2, 10):
+        remedy = "pip install -r requirements.txt"
+        return [bad("FAIL", "PyTorch", found, "2.10 or newer", remedy)]
+    return [ok("PyTorch", found)]
+
+
+def nvidia_smi(what: str, fields: str) -> list[list[str]]:
+    """Rows of `nvidia-smi --query-WHAT`; [] without it."""
+    text = run_command("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
+    return [[field.strip() for field in line.split(",")] for line in text.splitlines() if line]
+
+
+def gpu_devices() -> list[str]:
+    return glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/kfd") + glob.glob("/dev/dxg")
+
+
+def gpus(args) -> list[Finding]:
+    rows = nvidia_smi(
+        "gpu", "index,uuid,name,memory.total,ecc.errors.uncorrected.volatile.total,power.limit,"
+        "power.default_limit,driver_version"
+    )  # fmt: skip
+    findings = gpu_processes()
+    for index, _, _, _, errors, limit, default, _ in rows:
+        if errors.isdigit() and int(errors):
+            what, remedy = (
+                f"GPU {index} has {errors} uncorrected memory errors",
+                "reset or drain it",
+            )
+            findings.append(bad("FAIL", "GPU memory", what, "none", f"{remedy}: tell the admins"))
+        with suppress(ValueError):
+            if float(limit) < 0.9 * float(default):
+                what = f"GPU {index} is capped at {limit} of {default} W"
+                remedy = f"nvidia-smi -i {index} -pl {default}, or ask the admins"
+                findings.append(bad("WARN", "GPU power", what, "its default", remedy))
+    if not importlib.util.find_spec("torch"):
+        return findings
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count and (rows or gpu_devices()):
+        what = f"PyTorch {torch.__version__} sees none of the GPUs here"
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            what += ": CUDA_VISIBLE_DEVICES is empty"
+        driver = f" for driver {rows[0][-1]}" if rows else ""
+        remedy = f"ask the scheduler for GPUs; else install a PyTorch{driver}: pytorch.org"
+        return [*findings, bad("FAIL", "GPUs", what, "all of them", remedy)]
+    if not count:
+        return [*findings, ok("GPUs", "none: trains on the CPU")]
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        if free < 0.8 * total:
+            what = f"GPU {index} has only {gib(free)} of {gib(total)} free"
+            remedy = "is another job on it? See nvidia-smi"
+            findings.append(bad("WARN", "GPU memory", what, "nearly all", remedy))
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        what = f"GPUs {apart[0][0]} and {apart[0][1]} cannot reach each other's memory"
+        remedy = "nvidia-smi topo -m; in a container or a VM, ask for the whole node"
+        findings.append(bad("WARN", "GPU peers", what, "peer access (NVLink or PCIe)", remedy))
+    names = " and ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
+    driver = f", driver {rows[0][-1]}" if rows else ""
+    told = f"{count} x {names}, CUDA {torch.version.cuda}, NCCL {nccl}{driver}"
+    return [*findings, ok("GPUs", told)]
+
+
+def gpu_processes() -> list[Finding]:
+    """Left over from another training, perhaps."""
+    findings = []
+    for row in nvidia_smi("compute-apps", "pid,gpu_uuid,used_memory"):
+        pid, gpu, used = row[:3]
+        if not pid.isdigit() or int(pid) == os.getpid():
+            continue
+        owner = run_command("ps", "-o", "user=,args=", "-p", pid).strip()[:60]
+        if "doctor.py" in owner:
+            continue
+        what = f"process {pid} ({owner or 'unknown'}) holds {used} MiB on {gpu[:12]}"
+        remedy = f"if it is yours and left over: kill {pid}"
+        findings.append(bad("WARN", "GPU processes", what, "none before a launch", remedy))
+    return findings
+
+
+def shared_memory(_args) -> list[Finding]:
+    if not os.path.isdir("/dev/shm"):
+        return []
+    usage = shutil.disk_usage("/dev/shm")
+    seen = f"{gib(usage.free)} of {gib(usage.total)} free"
+    if usage.free < GIB:
+        remedy = "DataLoader workers and NCCL need it: docker run --shm-size=8g, or empty /dev/shm"
+        return [bad("WARN", "/dev/shm", seen, "1 GiB or more", remedy)]
+    return [ok("/dev/shm", seen)]
+
+
+def limits(_args) -> list[Finding]:
+    findings = []
+    wanted = [("open files", resource.RLIMIT_NOFILE, 1024, "ulimit -n 65536")]
+    wanted += [("processes", resource.RLIMIT_NPROC, 1024, "ulimit -u 4096")]
+    if os.path.isdir("/dev/infiniband"):
+        wanted += [("locked memory", resource.RLIMIT_MEMLOCK, GIB, "ulimit -l unlimited")]
+    seen = []
+    for name, limit, least, remedy in wanted:
+        soft, _ = resource.getrlimit(limit)
+        seen.append(f"{name} {'unlimited' if soft < 0 else soft}")
+        if 0 <= soft < least:
+            remedy += " (in scripts/site.sh), or ask the admins"
+            findings.append(bad("WARN", "ulimit", seen[-1], f"{least} or more", remedy))
+    return findings or [ok("ulimit", ", ".join(seen))]
+
+
+def disks(args) -> list[Finding]:
+    findings, seen = [], []
+    places = {"run directory": Path(args.checkpoint_dir), "temporary files": tempfile.gettempdir()}
+    for what, place in places.items():
+        place = Path(place).absolute()
+        while not place.exists():
+            place = place.parent  # where it will be made
+        usage = shutil.disk_usage(place)
+        said = f"{what} {place}: {gib(usage.free)} free"
+        seen.append(said)
+        if not os.access(place, os.W_OK):
+            remedy = "choose another --checkpoint-dir, or TMPDIR"
+            findings.append(bad("FAIL", "disk", f"{what} {place} is not writable", "it is", remedy))
+        elif usage.free < 100 << 20:
+            remedy = "delete what is not needed, or choose another place"
+            findings.append(bad("FAIL", "disk", f"{said}: it is full", "5 GiB or more", remedy))
+        elif usage.free < 2 * GIB:
+            remedy = "a checkpoint needs three times the model (with --keep 3, nine times)"
+            findings.append(bad("WARN", "disk", said, "2 GiB or more", remedy))
+    return findings or [ok("disk", "; ".join(seen))]
+
+
+def my_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def cores(_args) -> list[Finding]:
+    mine, all_cores = my_cores(), os.cpu_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    if not ranks and "SLURM_STEP_TASKS_PER_NODE" in os.environ:
+        ranks = int(re.match(r"\d+", os.environ["SLURM_STEP_TASKS_PER_NODE"])[0])
+    seen = f"{mine} of this machine's {all_cores} are this process's"
+    if mine == 1 and all_cores >= 2 * max(1, ranks):
+        remedy = "srun --cpus-per-task=N (from Slurm 22.05 srun does not take it from sbatch)"
+        return [bad("WARN", "cores", seen, f"{all_cores // max(1, ranks)} per rank", remedy)]
+    return [ok("cores", seen)]
+
+
+def name_of_host(_args) -> list[Finding]:
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(HOST, None)}
+    except OSError as error:
+        remedy = f"a line in /etc/hosts: ADDRESS {HOST}"
+        return [bad("WARN", "host name", f"{HOST} is unknown ({error})", "an address", remedy)]
+    seen = f"{HOST} is {', '.join(sorted(addresses))}"
+    loops = all(a.startswith("127.") or a == "::1" or "::ffff:127." in a for a in addresses)
+    if loops and others_to_reach():
+        remedy = f"in /etc/hosts, {HOST} should be its own address (Debian writes 127.0.1.1); gloo"
+        remedy += " and c10d rendezvous take what stands there. Until then: GLOO_SOCKET_IFNAME=eth0"
+        return [bad("WARN", "host name", f"{seen}: this machine itself", "an address", remedy)]
+    return [ok("host name", seen)]
+
+
+def others_to_reach() -> bool:
+    """Whether this is part of a job of several nodes; alone, a loopback name harms nobody."""
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "NNODES"):
+        if (os.environ.get(name) or "1") != "1":
+            return True
+    return False
+
+
+SLOW = "it switches off the fast way between GPUs, for all that follows"
+OLD = "PyTorch has not read it for years"
+HARMFUL = {
+    "NCCL_P2P_DISABLE": ("1", SLOW, "unset it; if P2P really hangs, look at ACS in the BIOS"),
+    "NCCL_SHM_DISABLE": ("1", SLOW, "unset it; if /dev/shm is too small, enlarge it"),
+    "NCCL_IB_DISABLE": ("1", "it makes InfiniBand sockets", "unset it; NCCL_DEBUG=INFO says why"),
+    "NCCL_NET_GDR_LEVEL": ("0|LOC", SLOW, "unset it: NCCL knows the topology"),
+    "NCCL_IB_GID_INDEX": (".+", "the right one differs by node", "unset it: NCCL finds it"),
+    "NCCL_ALGO": (".+", "it forbids NCCL the better choice at other sizes", "unset it"),
+    "NCCL_PROTO": (".+", "it forbids NCCL the better choice at other sizes", "unset it"),
+    "NCCL_TREE_THRESHOLD": (".+", "gone since NCCL 2.5", "unset it"),
+    "NCCL_BLOCKING_WAIT": ("1", OLD, "unset it: time limits work without"),
+    "NCCL_ASYNC_ERROR_HANDLING": (".+", "renamed to TORCH_NCCL_ASYNC_ERROR_HANDLING", "unset it"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("1", "it makes each collective wait for the GPU", "unset it"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "each kernel waits for the one before: much slower", "unset it"),
+    "NCCL_DEBUG": ("INFO|TRACE", "megabytes of log, once per rank", "unset it for the long run"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "it checks each collective: slower", "unset it"),
+    "NCCL_SOCKET_IFNAME": ("lo", "NCCL then reaches this machine only", "unset it"),
+    "GLOO_SOCKET_IFNAME": (r"lo|\^.*", "gloo knows no ^, and lo is this machine only", "unset it"),
+    "PYTHONHASHSEED": ("random", "data orders built on hash() differ by rank", "unset it"),
+}  # fmt: skip
+
+
+def environment(_args) -> list[Finding]:
+    findings, debug = [], os.environ.get("LOG_LEVEL") == "DEBUG"  # which asks for it, for once
+    for name, (value, why, remedy) in HARMFUL.items():
+        now = os.environ.get(name)
+        if not now or not re.fullmatch(value, now) or (debug and name.endswith("DEBUG")):
+            continue
+        findings.append(bad("WARN", "environment", f"{name}={now}: {why}", "unset", remedy))
+    here = {name for _, name in socket.if_nameindex()}
+    for name in (os.environ.get("GLOO_SOCKET_IFNAME") or "").split(","):
+        if name and name != "lo" and not name.startswith("^") and name not in here:
+            what = f"GLOO_SOCKET_IFNAME={name}, but the interfaces are {', '.join(sorted(here))}"
+            findings.append(bad("FAIL", "environment", what, "one of them", "unset it, or mend it"))
+    return findings or [ok("environment", "nothing in it that slows or breaks a training")]
+
+
+# ---------------------------------------------------------------------------- THE REPOSITORY
+
+
+def repository_checks(args) -> list[Finding]:
+    """What is the same on all nodes: launch scripts and data. For one process."""
+    return [*launch_scripts(), *data(args)]
+
+
+def launch_scripts() -> list[Finding]:
+    findings, places = [], {REPOSITORY, Path.cwd()}
+    scripts = {path.resolve() for place in places for path in place.iterdir()
+               if path.suffix in (".sh", ".slurm", ".sbatch", ".pbs")}  # fmt: skip
+    for path in sorted(scripts):
+        findings += launch_script(path)
+    return findings or [ok("launch scripts", f"{len(scripts)} in {REPOSITORY}: nothing strange")]
+
+
+def launch_script(path: Path) -> list[Finding]:
+    """Directives that Slurm or PBS will not see, or that contradict each other."""
+    findings, options, body = [], {}, False
+    text = path.read_text(errors="replace")
+
+    def complain(level, line, what, expected, remedy):
+        where = f"{path.name}:{line}"
+        findings.append(bad(level, "launch scripts", what, expected, remedy, where))
+
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"#\s+(SBATCH|PBS)\s+-", line) or re.match(r"##(SBATCH|PBS)\s", line):
+            what = f"`{line.strip()}` is a comment, which the scheduler does not read"
+            complain("WARN", number, what, "#SBATCH, without a space", "mend it, or delete it")
+        elif re.match(r"#(SBATCH|PBS)\s", line):
+            if body:
+                what = f"`{line.strip()}` stands after the first command, so it is ignored"
+                complain("WARN", number, what, "all directives first", "move it up")
+            for name, value in re.findall(r"--([a-z-]+)(?:[= ]([^ ]+))?", line):
+                options[name] = (value, number)
+        elif line.strip() and not line.startswith("#"):
+            body = True
+    tasks, number = options.get("ntasks-per-node", ("1", 0))
+    commands = (line for line in text.splitlines() if not re.match(r"\s*(#|echo|.*\bfail\b)", line))
+    starter = re.compile(r"\btorchrun\b|torch\.distributed\.(run|launch)|cluster_train\.sh")
+    starts = any(starter.search(line) for line in commands)
+    if starts and tasks != "1":
+        what = f"--ntasks-per-node={tasks}, but torchrun starts the workers of a node by itself"
+        complain("WARN", number, what, "--ntasks-per-node=1", "one task per node")
+    if {"gpus-per-task", "gpus-per-node"} <= options.keys():
+        what, number = "--gpus-per-task beside --gpus-per-node", options["gpus-per-task"][1]
+        remedy = "drop --gpus-per-task: with it each task sees one GPU, and NVLink is lost"
+        complain("WARN", number, what, "one of them", remedy)
+    for name in ("output", "error"):
+        folder, number = options.get(name, ("", 0))
+        folder = os.path.dirname(folder)
+        if folder and "%" not in folder and not (path.parent / folder).is_dir():
+            what = f"--{name} in {folder}/, which is not there: Slurm ends the job without a word"
+            complain("FAIL", number, what, "a directory", f"mkdir -p {path.parent / folder}")
+    return findings
+
+
+def data(args) -> list[Finding]:
+    """Whether --data-dir holds what --dataset needs."""
+    kinds = {"mnist": "MNIST/raw", "fashion_mnist": "FashionMNIST/raw", "imagefolder": "train"}
+    if args.dataset not in kinds:
+        return [ok("data", f"{args.dataset} needs nothing")]
+    folder = Path(args.data_dir, kinds[args.dataset])
+    if folder.is_dir() and os.access(folder, os.R_OK):
+        return [ok("data", f"{args.dataset} is in {folder}")]
+    if args.dataset == "imagefolder":
+        remedy = "--data-dir DIR with DIR/train/CLASS/ and DIR/val/CLASS/"
+        return [bad("FAIL", "data", f"{folder} is not there", "it is", remedy)]
+    remedy = "the training downloads it; where there is no network, copy it there"
+    return [bad("WARN", "data", f"{folder} is not there", "it is", remedy)]
+
+
+# ------------------------------------------------------------------------- BEFORE EACH LAUNCH
+
+
+def quick(args) -> int:
+    """For cluster_train.sh: what would make this node's workers fail. Prints the number of GPUs.
+
+    PyTorch is imported only where there are GPUs: on others it would cost seconds for nothing.
+    """
+    findings = [f for f in quick_checks(args) if f.level != "OK"]
+    failures = [f for f in findings if f.level == "FAIL"]
+    for finding in failures[:1] or findings:
+        text = f"{finding.observed}: {finding.remedy}" if finding.remedy else finding.observed
+        kind = "doctor.py: error" if failures else "WARNING"
+        print(f"{kind}: {HOST}: {text}", file=sys.stderr, flush=True)
+    if failures:
+        record_failure(failures[0].expected, failures[0].observed)
+        return 2
+    try:
+        print(quick.gpus, flush=True)
+    except BrokenPipeError:  # who asked was told to stop
+        os._exit(2)
+    return 0
+
+
+def record_failure(cause: str, reason: str) -> None:
+    """For supervise.py, if nobody was first."""
+    if file := os.environ.get("FAILURE_FILE"):
+        with suppress(OSError), open(file, "x") as first:
+            json.dump({"cause": cause, "reason": reason, "host": HOST}, first)
+
+
+def quick_checks(args) -> list[Finding]:
+    def fail(text, remedy="", cause="configuration"):
+        return [Finding("FAIL", "launch", text, cause, remedy)]
+
+    missing = [name for name in args.needs.split(",") if not importlib.util.find_spec(name)]
+    if missing:
+        remedy = "pip install -r requirements.txt, or scripts/site.sh"
+        return fail(f"{sys.executable} has no {', '.join(missing)}", remedy)
+    quick.gpus, findings = 0, [*environment(args), *shared_memory(args)]
+    if gpu_devices():
+        args.needs = "torch"
+        import torch
+
+        quick.gpus = torch.cuda.device_count()
+        findings += gpus(args)
+    workers = args.nproc_per_node or quick.gpus or 1
+    if args.distributed_backend == "nccl" and quick.gpus < workers:
+        return fail(f"{workers} workers for nccl, but {quick.gpus} visible GPUs")
+    master, port, nodes = args.master_addr, args.master_port, args.nnodes
+    remedy = "set MASTER_ADDR to an address of it"
+    try:
+        address = socket.getaddrinfo(master, port, type=socket.SOCK_STREAM)[0][4]
+    except OSError as error:
+        return fail(f"master {master} is unknown here ({error.strerror})", remedy)
+    if nodes > 1 and args.node_rank == 0:
+        kind = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with socket.socket(kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address[0], port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    text = f"port {port} is busy here, on the master"
+                    return fail(text, "set another MASTER_PORT on all nodes", "port")
+                text = f"node rank 0 is here, but master {master} ({address[0]}) is not"
+                return fail(f"{text}: {error.strerror}", "")
+    elif nodes > 1:
+        if address[0].startswith("127."):
+            text = f"master {master} is {address[0]} here, this node itself"
+            return fail(text, "set MASTER_ADDR to an address that all nodes reach")
+        try:
+            socket.create_connection(address[:2], timeout=10).close()
+        except ConnectionRefusedError:
+            pass  # it answers; its store comes up in a moment
+        except OSError as error:
+            text = f"cannot reach master {master} ({address[0]}): {error.strerror or error}"
+            return fail(text, "", "node lost")
+    return findings
+
+
+# ------------------------------------------------------------------------------ ALL OF A JOB
+
+
+def start_ranks(args) -> int:
+    """This node's ranks, as torchrun would start them, which waits for nodes that never come."""
+    local, ranks = args.nproc_per_node, []
+    own = ["--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port"]
+    pairs = zip(sys.argv, ["", *sys.argv])
+    words = [word for word, before in pairs if word not in own and before not in own]
+    for rank in range(local):
+        env = os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(local)}
+        env |= {"RANK": str(args.node_rank * local + rank), "WORLD_SIZE": str(args.nnodes * local)}
+        env |= {"MASTER_ADDR": args.master_addr, "MASTER_PORT": str(args.master_port)}
+        env |= {"NNODES": str(args.nnodes)}
+        ranks.append(subprocess.Popen([sys.executable, *words], env=env))
+    try:
+        return max(process.wait() for process in ranks)
+    except BaseException:
+        for process in ranks:
+            process.send_signal(signal.SIGTERM)
+        raise
+
+
+def rank_of_launch() -> tuple[int, int, int, int, str, int] | None:
+    """(rank, world size, local rank, local world size, master, port); None if this is alone."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        numbers = [env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]]
+        return (*map(int, numbers), env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    step = int(env.get("SLURM_STEP_ID", str(0xFFFFFFFF)))
+    if step >= 0xFFFFFFF0 or ("SLURM_PTY_PORT" in env and os.isatty(0)):
+        return None
+    numbers = [env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"]]
+    numbers.append(re.match(r"\d+", env["SLURM_STEP_TASKS_PER_NODE"])[0])
+    port = env.get("MASTER_PORT") or str(15000 + (16 * int(env["SLURM_JOB_ID"]) + step) % 15000)
+    return (*map(int, numbers), env.get("MASTER_ADDR") or hosts_of_job()[0], int(port))
+
+
+def hosts_of_job() -> list[str]:
+    """The nodes of the job, rank 0's first; [] if nobody says."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if nodes:
+        return run_command("scontrol", "show", "hostnames", nodes).split()
+    with suppress(OSError, KeyError):
+        lines = Path(os.environ["PBS_NODEFILE"]).read_text().split()
+        return list(dict.fromkeys(lines))
+    return os.environ.get("HOSTS", "").split()
+
+
+def interface_towards(host: str, port: int) -> dict:
+    """{"address", "interface", "mtu"} of this machine on the way to the host. Sends nothing."""
+    found = {"address": "127.0.0.1", "interface": "lo", "mtu": 65536}
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        found["address"] = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == found["address"]:
+                    answer = fcntl.ioctl(probe, 0x8921, struct.pack("256s", name.encode()))
+                    found |= {"interface": name, "mtu": struct.unpack("i", answer[16:20])[0]}
+    return found
+
+
+def sha(path) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+class Rank:
+    """One rank of a launch. It tells the store what it does next, and leaves the same in a note in
+    logs/, which may be shared where the network is broken; rank 0 asks, waits, and reports.
+    """
+
+    def __init__(self, args, rank, world_size, local_rank, local_size, master, port):
+        self.args, self.rank, self.world_size = args, rank, world_size
+        self.local_rank, self.local_size = local_rank, local_size
+        self.master, self.port = master, port
+        self.store, self.began = None, time.monotonic()
+        job = os.environ.get("RUN_NONCE") or os.environ.get("SLURM_JOB_ID") or f"{master}-{port}"
+        self.notes = REPOSITORY / "logs" / ("doctor_" + re.sub(r"\W", "_", job))
+        self.present: list[int] = []
+
+    def run(self) -> int:
+        self.findings = []
+        if self.local_rank == 0:
+            self.findings += local_checks(self.args)
+        else:
+            self.findings += [f for f in cores(self.args) if f.level != "OK"]
+        if self.rank == 0:
+            self.findings += repository_checks(self.args)
+        self.card = self.make_card()
+        try:
+            if not self.meet():
+                return self.end()
+            self.exchange()
+        finally:
+            with suppress(OSError):
+                (self.notes / f"{self.rank}.json").unlink()
+                self.notes.rmdir()
+        return self.end()
+
+    def end(self) -> int:
+        """On rank 0 all findings; elsewhere only what could not be told there."""
+        if self.rank == 0:
+            code = report(merge(self.findings), self.args.json)
+            if code == 2:
+                worst = next(f for f in self.findings if f.level == "FAIL")
+                record_failure("configuration", f"{worst.check}: {worst.observed}")
+        else:
+            code = 0 if self.store else 2
+        sys.stdout.flush()
+        os._exit(2 if code == 2 else 0)  # whatever still hangs
+
+    def say(self, doing: str) -> None:
+        """What this rank does next."""
+        with suppress(OSError):
+            self.notes.mkdir(parents=True, exist_ok=True)
+            note = {"host": HOST, "doing": doing}
+            (self.notes / f"{self.rank}.json").write_text(json.dumps(note))
+        if self.store:
+            self.set(f"doing/{self.rank}", doing)
+
+    def set(self, key: str, value) -> None:
+        self.store.set(key, json.dumps(value))
+
+    def get(self, key: str, seconds: float):
+        """A value of the store; None if it is not there in time."""
+        deadline = time.monotonic() + seconds
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
+        return json.loads(self.store.get(key))
+
+    def make_card(self) -> dict:
+        """What the ranks compare."""
+        import torch
+
+        visible = torch.cuda.device_count()
+        index = self.local_rank if self.local_rank < visible else 0
+        gpu = torch.cuda.get_device_properties(index) if visible else None
+        backend = self.args.distributed_backend or ("nccl" if visible else "gloo")
+        same = {
+            "PyTorch": torch.__version__,
+            "Python": platform.python_version(),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if visible else "none",
+            "train_distributed.py": sha(REPOSITORY / "train_distributed.py"),
+            "config": sha(self.args.config) if self.args.config else "none",
+            "backend": backend,
+            "GPU": gpu.name if gpu else "none",
+            "visible GPUs": visible,
+            "cores per rank": my_cores(),
+        }
+        way = interface_towards(self.master, self.port)
+        if self.local_rank == 0:
+            same["mtu"] = way["mtu"] if way["interface"] != "lo" else None
+        return {
+            "host": HOST,
+            "same": same,
+            "way": way,
+            "uuid": str(gpu.uuid) if gpu else None,
+            "backend": backend,
+            "index": index,
+        }
+
+    # ---- meeting
+
+    def meet(self) -> bool:
+        """At a store on the master. Returns whether it was reached."""
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        here = f"{self.master}:{self.port}"
+        self.say(f"reaching the store at {here}")
+        logging_off()
+        try:
+            self.store = dist.TCPStore(
+                self.master,
+                self.port,
+                is_master=self.rank == 0,
+                timeout=timedelta(seconds=MEET_SECONDS),
+                wait_for_workers=False,
+            )
+        except Exception as error:  # DistError, and others of older versions
+            why = self.why_not(str(error))
+            text = f"rank {self.rank} on {HOST} has no store at {here}: {why}"
+            self.say(text)
+            remedy = (
+                "is MASTER_ADDR an address of rank 0's node, the port free, no firewall between?"
+            )
+            self.findings.append(bad("FAIL", "meeting", text, "a store", remedy))
+            if self.rank:
+                print(self.findings[-1], file=sys.stderr, flush=True)
+                time.sleep(5)  # rank 0 tells of us too: let it
+            return False
+        self.set(f"card/{self.rank}", self.card)
+        self.say("waiting for rank 0")
+        return True
+
+    def why_not(self, error: str) -> str:
+        """In a word, from a connection of our own."""
+        if self.rank == 0:
+            return "the port is in use" if "EADDRINUSE" in error else error.split("\n")[0][:200]
+        try:
+            socket.create_connection((self.master, self.port), timeout=5).close()
+            return "it answers, but not as a store"
+        except socket.gaierror:
+            return f"{self.master} is unknown here"
+        except TimeoutError:
+            return "no answer within 5 s (a firewall drops packets, or the address is wrong)"
+        except OSError as problem:
+            return problem.strerror or str(problem)
+
+    def exchange(self) -> None:
+        """Rank 0 leads: who is there, who differs; clocks, files, network, all_reduce."""
+        if self.rank == 0:
+            self.call_the_roll()
+            self.set("present", self.present)
+        else:
+            # The leader waits MEET_SECONDS from its own start, and then reads notes.
+            self.present = self.get("present", 2 * MEET_SECONDS + 10)
+            if self.present is None:
+                text = f"rank 0 on {self.master} did not call the roll"
+                self.findings.append(bad("FAIL", "meeting", text, "it does", "see its log"))
+                print(self.findings[-1], file=sys.stderr, flush=True)
+                return
+            if self.rank not in self.present:
+                return
+        cards = [self.get(f"card/{rank}", 5) for rank in self.present]
+        self.leaders = {}
+        for rank, card in zip(self.present, cards):
+            self.leaders.setdefault(card["host"], rank)
+        leads = self.rank in self.leaders.values()
+        if leads:
+            self.compare_clocks()
+            self.share_a_file()
+            self.measure_network()
+        elif self.rank == 0:
+            raise AssertionError("rank 0 leads its node")
+        if len(self.present) == self.world_size > 1:
+            self.reduce()
+        if self.rank:
+            self.say("done")
+            self.set(f"findings/{self.rank}", [asdict(f) for f in self.findings])
+            self.get("goodbye", 60)
+            return
+        for rank in self.present[1:]:
+            told = self.get(f"findings/{rank}", 10)
+            host = cards[self.present.index(rank)]["host"]
+            if told is None:
+                doing = self.get(f"doing/{rank}", 0.1)
+                text = f"rank {rank} on {host} went silent while {doing}"
+                self.findings.append(bad("FAIL", "ranks", text, "an answer", "see its log"))
+            for fact in told or []:
+                self.findings.append(Finding(**fact | {"where": fact["where"] or host}))
+        for finding in self.findings:
+            finding.where = finding.where or (HOST if finding.check in PER_HOST else "")
+        self.set("goodbye", True)
+        time.sleep(0.2)
+
+    def call_the_roll(self) -> None:
+        """Rank 0: who came, who did not, and who is unlike the others."""
+        deadline, cards = time.monotonic() + MEET_SECONDS, {}
+        while len(cards) < self.world_size and time.monotonic() < deadline:
+            for rank in range(self.world_size):
+                if rank not in cards and self.store.check([f"card/{rank}"]):
+                    cards[rank] = json.loads(self.store.get(f"card/{rank}"))
+            time.sleep(0.02)
+        self.present = sorted(cards)
+        missing = [rank for rank in range(self.world_size) if rank not in cards]
+        hosts = hosts_of_job()
+        for rank in missing:
+            node = rank // self.local_size
+            host = hosts[node] if node < len(hosts) else f"node {node}"
+            what = f"rank {rank} on {host} did not come within {MEET_SECONDS} s"
+            with suppress(OSError, ValueError):
+                note = json.loads((self.notes / f"{rank}.json").read_text())
+                what = f"rank {rank} on {note['host']} runs, but has not come: {note['doing']}"
+            remedy = f"see the log of {host}; does it reach {self.master}:{self.port}?"
+            self.findings.append(bad("FAIL", "ranks", what, "all ranks", remedy))
+        if not missing:
+            seen = {card["host"] for card in cards.values()}
+            told = f"all {self.world_size} came, on {', '.join(sorted(seen))}"
+            self.findings.append(ok("ranks", told))
+        self.findings += compare_cards(cards)
+
+    # ---- looking
+
+    def compare_clocks(self) -> None:
+        """Each node's leader asks rank 0 for the time; half of the way there and back is added."""
+        others = [rank for rank in self.leaders.values() if rank]
+        self.say("comparing clocks")
+        if self.rank:
+            asked = time.monotonic()
+            self.set(f"clock/ask/{self.rank}", 1)
+            theirs = self.get(f"clock/answer/{self.rank}", 15)
+            way = time.monotonic() - asked
+            self.set(f"clock/off/{self.rank}", theirs and time.time() - way / 2 - theirs)
+            return
+        waiting, deadline = set(others), time.monotonic() + 10
+        while waiting and time.monotonic() < deadline:
+            for rank in list(waiting):
+                if self.store.check([f"clock/ask/{rank}"]):
+                    self.set(f"clock/answer/{rank}", time.time())
+                    waiting.discard(rank)
+            time.sleep(0.002)
+        furthest = 0.0
+        for host, rank in self.leaders.items():
+            off = self.get(f"clock/off/{rank}", 5) if rank else 0.0
+            furthest = max(furthest, abs(off or 0))
+            if off is not None and abs(off) > 2:
+                what = f"{host}'s clock is {off:+.0f} s off that of {HOST}"
+                remedy = "deadlines and file times will be wrong: start chrony or ntpd there"
+                self.findings.append(bad("WARN", "clocks", what, "less than 2 s", remedy))
+        if furthest <= 2 and others:
+            self.findings.append(ok("clocks", f"{furthest:.2f} s apart at most"))
+
+    def share_a_file(self) -> None:
+        """Does every node see, in the run directory, what rank 0 writes?"""
+        self.say("looking at the run directory")
+        directory = Path(self.args.checkpoint_dir)
+        if self.rank == 0:
+            token, name = f"{time.time()}", f".doctor_{HOST}_{os.getpid()}"
+            made = not directory.exists()
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / name).write_text(token)
+            except OSError as error:
+                what = f"{directory} cannot be written to ({error.strerror})"
+                remedy = "choose another --checkpoint-dir"
+                self.findings.append(bad("FAIL", "run directory", what, "it can", remedy))
+                name = ""
+            self.set("file", [name, token])
+            others = {host: rank for host, rank in self.leaders.items() if rank}
+            late = {host: self.get(f"saw/{rank}", 15) for host, rank in others.items()}
+            with suppress(OSError):
+                (directory / name).unlink() if name else None
+                directory.rmdir() if made else None
+            blind = [host for host, seconds in late.items() if seconds is None or seconds < 0]
+            if name and blind:
+                what = f"{directory.absolute()} on {', '.join(blind)} is not that of {HOST}"
+                remedy = "put --checkpoint-dir on a file system that all nodes share"
+                self.findings.append(bad("FAIL", "run directory", what, "one for all", remedy))
+            elif name and late:
+                told = (
+                    f"{directory} is shared; what is written shows after {max(late.values()):.2f} s"
+                )
+                self.findings.append(ok("run directory", told))
+            return
+        name, token = self.get("file", 15) or ("", "")
+        began = time.monotonic()
+        while name and time.monotonic() < began + 8:
+            with suppress(OSError):
+                if (directory / name).read_text() == token:
+                    self.set(f"saw/{self.rank}", time.monotonic() - began)
+                    return
+            time.sleep(0.05)
+        self.set(f"saw/{self.rank}", -1)
+
+    # ---- measuring
+
+    def measure_network(self) -> None:
+        """Between pairs of nodes, one after the other: all pairs of a few, of many a ring."""
+        ranks = list(self.leaders.values())
+        pairs = [(a, b) for a in ranks for b in ranks if a < b]
+        if len(pairs) > 10:
+            pairs = [*zip(ranks, ranks[1:]), (ranks[-1], ranks[0])]
+        for number, pair in enumerate(pairs):
+            if self.rank in pair:
+                self.measure_pair(number, *pair)
+            self.get(f"pair/{number}/done", 3 * MEASURE_SECONDS)
+        if self.rank == 0 and pairs:
+            self.judge_network(pairs)
+
+    def measure_pair(self, number: int, a: int, b: int) -> None:
+        """a listens, b dials; pings, then as much as goes through in half a second, each way."""
+        key, result = f"pair/{number}", None
+        self.say(f"measuring the network between ranks {a} and {b}")
+        try:
+            if self.rank == a:
+                with socket.create_server((self.card["way"]["address"], 0)) as server:
+                    if server.getsockname()[0].startswith("127."):
+                        raise OSError("its address is a loopback")
+                    server.settimeout(MEASURE_SECONDS)
+                    self.set(f"{key}/address", server.getsockname()[:2])
+                    link, _ = server.accept()
+                with link:
+                    link.settimeout(MEASURE_SECONDS)
+                    answer_pings(link)
+                    receive(link)
+                    self.set(f"{key}/back", send(link))
+            else:
+                address = self.get(f"{key}/address", MEASURE_SECONDS)
+                if address is None:
+                    raise OSError("no address to dial")
+                with socket.create_connection(tuple(address), timeout=MEASURE_SECONDS) as link:
+                    times = ping(link)
+                    there = send(link)
+                    receive(link)
+                result = {"milliseconds": 1e3 * statistics.median(times), "there": there}
+                result["back"] = self.get(f"{key}/back", MEASURE_SECONDS)
+        except OSError as error:
+            result = {"error": str(error) or type(error).__name__}
+        if result:
+            self.set(f"{key}/result/{self.rank}", result)
+        if self.rank == b:
+            self.set(f"{key}/done", True)
+
+    def judge_network(self, pairs: list[tuple[int, int]]) -> None:
+        names = {rank: host for host, rank in self.leaders.items()}
+        results = {}
+        for number, (a, b) in enumerate(pairs):
+            told = [self.get(f"pair/{number}/result/{rank}", 0.5) for rank in (b, a)]
+            results[a, b] = next((t for t in told if t and "error" in t), told[0]) or {
+                "error": "no answer"
+            }
+        self.findings += network_findings(results, names)
+
+    def reduce(self) -> None:
+        """all_reduce over all ranks, in a thread that may hang; and what it tells of the links."""
+        self.say("in the first all_reduce")
+        outcome: dict = {}
+
+        def work():
+            try:
+                outcome.update(all_reduce(self))
+            except Exception as error:
+                outcome["error"] = str(error).split("\n")[0][:200]
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(REDUCE_SECONDS)
+        self.say("done" if outcome and "error" not in outcome else "in the all_reduce")
+        self.set(f"reduced/{self.rank}", outcome)
+        if self.rank:
+            return
+        outcomes = {rank: self.get(f"reduced/{rank}", 5) for rank in range(self.world_size)}
+        stuck = [rank for rank, result in outcomes.items() if not result]
+        wrong = {rank: r["error"] for rank, r in outcomes.items() if r and "error" in r}
+        if stuck or wrong:
+            what = f"hangs on ranks {', '.join(map(str, stuck))}" if stuck else ""
+            what += "; ".join(f"rank {rank}: {error}" for rank, error in list(wrong.items())[:2])
+            remedy = "NCCL_DEBUG=INFO (LOG_LEVEL=DEBUG) shows where; see docs/TROUBLESHOOTING.md"
+            level = bad("FAIL", "all_reduce", what, "sums on all ranks", remedy)
+            self.findings.append(level)
+        else:
+            self.findings.append(ok("all_reduce", told_of_reduce(outcomes[0], self.world_size)))
+
+
+PER_HOST = "PyTorch GPUs /dev/shm ulimit disk cores environment Python packages".split()
+PER_HOST += ["host name", "GPU memory", "GPU power", "GPU peers", "GPU processes"]
+
+
+def logging_off() -> None:
+    """c10d says in many lines what we say in one."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def compare_cards(cards: dict[int, dict]) -> list[Finding]:
+    """Who differs from the others, or shares a GPU with one."""
+    findings, odd = [], False
+    for what in cards[0]["same"]:
+        groups: dict = {}
+        for rank, card in cards.items():
+            if (value := card["same"].get(what)) is not None:
+                groups.setdefault(str(value), []).append(rank)
+        if len(groups) < 2:
+            continue
+        # The most common is right; with as many of each, rank 0's.
+        right = max(groups, key=lambda value: (len(groups[value]), 0 in groups[value]))
+        for value, ranks in groups.items():
+            if value == right:
+                continue
+            odd, hosts = True, sorted({cards[rank]["host"] for rank in ranks})
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(hosts)}"
+            level = "WARN" if what in ("cores per rank", "mtu") else "FAIL"
+            remedy = "all nodes should run the same: one environment and one clone that all share"
+            if what == "cores per rank":
+                remedy = "the slowest rank sets the pace: ask for the same on each node"
+            if what == "mtu":
+                remedy = "large packets may be lost between them: ask the admins"
+            findings.append(bad(level, "same everywhere", f"{what} is {value}", right, remedy, who))
+    by_gpu: dict = {}
+    for rank, card in cards.items():
+        if card["uuid"]:
+            by_gpu.setdefault((card["host"], card["uuid"]), []).append(rank)
+    for (host, uuid), ranks in by_gpu.items():
+        if len(ranks) > 1:
+            what = f"ranks {', '.join(map(str, ranks))} share {uuid[:16]}"
+            remedy = "as many processes as GPUs on each node; device = LOCAL_RANK"
+            findings.append(bad("FAIL", "one GPU each", what, "a GPU each", remedy, host))
+    if not odd and len(cards) > 1:
+        told = ", ".join(f"{what} {value}" for what, value in list(cards[0]["same"].items())[:4])
+        findings.append(ok("same everywhere", told))
+    return findings
+
+
+def merge(findings: list[Finding]) -> list[Finding]:
+    """The same finding on many hosts in one line; what is OK everywhere once."""
+    merged: dict = {}
+    for finding in findings:
+        key = (finding.level, finding.check, finding.observed)
+        if finding.level == "OK":
+            key = ("OK", finding.check)
+        merged.setdefault(key, []).append(finding)
+    lines = []
+    for same in merged.values():
+        first, hosts = same[0], list(dict.fromkeys(f.where for f in same))
+        where = ", ".join(hosts) if first.level != "OK" or len(hosts) == 1 else ""
+        if first.level == "OK" and len(hosts) > 1:
+            first.observed += f" (and {len(hosts) - 1} more)"
+            where = hosts[0]
+        lines.append(Finding(**asdict(first) | {"where": where}))
+    return lines
+
+
+# ---- between two nodes
+
+
+def ping(link: socket.socket) -> list[float]:
+    """Seconds there and back, of up to 20 bytes one after the other, in at most a second."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    times, deadline = [], time.monotonic() + 1
+    while len(times) < 20 and (not times or time.monotonic() < deadline):
+        began = time.perf_counter()
+        link.sendall(b"p")
+        if not link.recv(1):
+            raise OSError("it hung up")
+        times.append(time.perf_counter() - began)
+    link.sendall(b"e")
+    return times
+
+
+def answer_pings(link: socket.socket) -> None:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while link.recv(1) == b"p":
+        link.sendall(b"p")
+
+
+DATAGRAMS = 200  # fit into a socket's buffer
+
+
+def send(link: socket.socket) -> dict:
+    """What goes through: {"gbit": per second, in half a second; "lost": share of datagrams}."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        port = struct.unpack("H", link.recv(2))[0]
+        for _ in range(DATAGRAMS):
+            udp.sendto(bytes(64), (link.getpeername()[0], port))
+            time.sleep(0.0005)
+    link.sendall(b"s")
+    came = struct.unpack("H", link.recv(2))[0]
+    chunk, sent, began = bytes(1 << 18), 0, time.perf_counter()
+    while time.perf_counter() < began + 0.5:
+        link.sendall(chunk)
+        sent += len(chunk)
+    link.sendall(b"end")
+    if link.recv(3) != b"all":
+        raise OSError("it hung up")
+    gbit = 8e-9 * sent / (time.perf_counter() - began)
+    return {"gbit": gbit, "lost": 1 - came / DATAGRAMS}
+
+
+def receive(link: socket.socket) -> None:
+    """The other side of send()."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.bind((link.getsockname()[0], 0))
+        link.sendall(struct.pack("H", udp.getsockname()[1]))
+        link.recv(1)  # all are sent; they wait in the buffer, or come in a moment
+        time.sleep(0.1)
+        udp.setblocking(False)
+        came = 0
+        with suppress(BlockingIOError):
+            while udp.recv(64):
+                came += 1
+        link.sendall(struct.pack("H", came))
+    tail = b""
+    while tail != b"end":
+        data = link.recv(1 << 20)
+        if not data:
+            raise OSError("it hung up")
+        tail = (tail + data)[-3:]
+    link.sendall(b"all")
+
+
+def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
+    """results: {(rank a, rank b): {"milliseconds", "there" (b to a), "back"} or {"error"}}"""
+    findings, check = [], "network"
+    broken = {pair: r["error"] for pair, r in results.items() if "error" in r}
+    fine = {pair: r for pair, r in results.items() if "error" not in r}
+    for (a, b), error in broken.items():
+        what = f"{names[b]} cannot talk to {names[a]} on a free port: {error}"
+        remedy = (
+            "gloo and NCCL open ports of their own between nodes: no firewall inside the cluster"
+        )
+        findings.append(bad("FAIL", check, what, "a connection", remedy))
+    lossy: dict = {}
+    slow = {pair: r["milliseconds"] for pair, r in fine.items()}
+    usual = min(slow.values(), default=0.0)
+    late = {pair: ms for pair, ms in slow.items() if ms > max(10, 5 * usual) or ms > 20}
+    if late:
+        culprit = common(late, slow)
+        who = " and ".join(names[rank] for rank in max(late, key=late.get))
+        what = f"{max(late.values()):.0f} ms there and back"
+        if culprit is not None:
+            who = names[culprit]
+            what += " to each of the others"
+        remedy = "not the cluster's own network? See `ip route get`; or leave the node out"
+        findings.append(bad("WARN", check, what, "less than 1 ms", remedy, who))
+    for (a, b), r in fine.items():
+        for sender, receiver, way in ((b, a, r["there"]), (a, b, r["back"])):
+            if way and 0.01 < way["lost"] < 1:  # all of them: a filter, which TCP does not mind
+                lossy.setdefault(sender, {})[receiver] = way["lost"]
+    for sender, shares in lossy.items():
+        to = ", ".join(names[receiver] for receiver in shares)
+        what = f"of the packets that it sends to {to}, {max(shares.values()):.1%} are lost"
+        remedy = "a bad cable or port, or a full switch: leave the node out, tell the admins"
+        findings.append(bad("WARN", check, what, "none", remedy, names[sender]))
+    if fine and not findings:
+        gbit = [way["gbit"] for r in fine.values() for way in (r["there"], r["back"]) if way]
+        slowest = min(fine, key=lambda pair: fine[pair]["there"]["gbit"])
+        told = f"TCP {min(gbit):.1f} to {max(gbit):.1f} Gbit/s, {usual:.2f} to "
+        told += f"{max(slow.values()):.2f} ms there and back"
+        if len(fine) > 1:
+            told += f"; slowest between {names[slowest[0]]} and {names[slowest[1]]}"
+        findings.append(ok(check, told))
+    return findings
+
+
+def common(late: dict, all_pairs: dict) -> int | None:
+    """The rank that is in all of the slow pairs, and in none of the others."""
+    ranks = set.intersection(*map(set, late))
+    rest = {rank for pair in all_pairs if pair not in late for rank in pair}
+    ranks -= rest
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+# ---- all ranks
+
+
+def all_reduce(rank: Rank) -> dict:
+    """Seconds for small and large all_reduces; how NCCL carried them."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    card, cuda = rank.card, rank.card["backend"] == "nccl"
+    device = torch.device("cuda", card["index"]) if cuda else torch.device("cpu")
+    log = Path(tempfile.gettempdir(), f"doctor_nccl_{os.getpid()}")
+    if cuda:
+        torch.cuda.set_device(device)
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
+    elif name_leads_nowhere(card["way"]) and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = card["way"]["interface"]  # as the trainer does
+    dist.init_process_group(
+        card["backend"],
+        store=dist.PrefixStore("group", rank.store),
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timedelta(seconds=REDUCE_SECONDS),
+        device_id=device if cuda else None,
+    )
+    total = torch.tensor(float(rank.rank + 1), device=device)
+    dist.all_reduce(total)
+    if total.item() != rank.world_size * (rank.world_size + 1) / 2:
+        raise RuntimeError(f"the sum is wrong: {total.item()}")
+    groups = {"all": dist.group.WORLD}
+    if rank.world_size > rank.local_size > 1:
+        groups["node"], _ = dist.new_subgroups(rank.local_size)
+    seconds = {}
+    for name, group in groups.items():
+        for size in (8 << 10, (256 << 20) if cuda else (4 << 20)):
+            seconds[f"{name} {size}"] = time_all_reduce(torch, dist, group, size, device)
+    links = nccl_links(log.read_text(errors="replace")) if log.exists() else []
+    log.unlink(missing_ok=True)
+    return {"seconds": seconds, "links": links, "local": rank.local_size}
+
+
+def name_leads_nowhere(way: dict) -> bool:
+    with suppress(OSError):
+        return socket.gethostbyname(HOST).startswith("127.") and way["interface"] != "lo"
+    return False
+
+
+def time_all_reduce(torch, dist, group, size: int, device) -> float:
+    """Seconds for one of `size` bytes; the median of a few."""
+    data, times = torch.ones(size // 4, device=device), []
+    for _ in range(7):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        dist.all_reduce(data, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+        data.fill_(1)
+    return statistics.median(times[2:])
+
+
+def nccl_links(log: str) -> list[str]:
+    """["P2P/CUMEM", "NET/IB"]: what NCCL says its channels go over, in its INFO log."""
+    return sorted(set(re.findall(r"via ((?:P2P|SHM|NET|C2C|NVLS)(?:/\w+)?)", log)))
+
+
+def told_of_reduce(outcome: dict, world_size: int) -> str:
+    """Bus bandwidth as nccl-tests define it: bytes / seconds x 2 (n - 1) / n."""
+    said = []
+    for key, seconds in outcome["seconds"].items():
+        name, size = key.split()
+        n = world_size if name == "all" else outcome["local"]
+        who = f"{n} ranks" if name == "all" else f"{n} of a node"
+        if int(size) < 1 << 20:
+            said.append(f"{who}: 8 KiB in {1e6 * seconds:.0f} us")
+        else:
+            bus = int(size) / seconds * 2 * (n - 1) / n / 1e9
+            said.append(f"{int(size) >> 20} MiB at {bus:.2f} GB/s (bus)")
+    links = f", over {', '.join(outcome['links'])}" if outcome["links"] else ""
+    return ", ".join(said) + links
+
+
+if __name__ == "__main__":
+    sys.exit(main())

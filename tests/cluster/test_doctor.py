@@ -1,0 +1,334 @@
+"""Each fault is planted on the real cluster: the doctor names it, and where, within a minute."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+from harness import REPO
+
+DOCTOR = REPO / "scripts/doctor.py"
+RUN, SRUN = "run_distributed.slurm", "slurm_train_multinode.sh"
+CONFIG = "configs/default_config.yaml"
+
+
+def job(cluster, repo, run, script=SRUN, nodes=2, gpus=2, **env):
+    """The doctor as a job: (seconds, exit code, its findings, all that was said)."""
+    flags = [f"--nodes={nodes}", f"--gpus-per-node={gpus}", f"--ntasks-per-node={gpus}"]
+    flags += ["--cpus-per-task=1", f"--output={run}.out"]
+    words = [script, CONFIG, f"--checkpoint-dir={run}", "--json"]
+    began = time.monotonic()
+    code, text = cluster.sbatch(repo, *flags, *words, TRAIN_SCRIPT="scripts/doctor.py", **env)
+    found = re.search(r"^\[\n.*?^\]", text, re.DOTALL | re.MULTILINE)
+    return time.monotonic() - began, code, json.loads(found[0]) if found else [], text
+
+
+def told(findings, level):
+    return [f"{f['where']}: {f['check']}: {f['observed']}" for f in findings if f["level"] == level]
+
+
+def on(cluster, host, command: str) -> None:
+    code, text = cluster.on(host, "bash", "-c", command)
+    assert code == 0, text
+
+
+@pytest.fixture
+def plant(cluster):
+    """plant(host, command, undo): on a host of the cluster, until the test ends."""
+    undone = []
+
+    def do(host, command, undo):
+        undone.append((host, undo))
+        on(cluster, host, command)
+
+    yield do
+    for host, undo in reversed(undone):
+        on(cluster, host, undo)
+
+
+def nft(rule: str, hook: str) -> tuple[str, str]:
+    chain = f"add chain ip t c {{ type filter hook {hook} priority 0; }}"
+    rules = f"add table ip t; {chain}; add rule ip t c {rule}"
+    return f"nft {shlex.quote(rules)}", "nft flush ruleset"
+
+
+def over(path, content: str) -> tuple[str, str]:
+    """Another content of that file, in the mount namespace of a host."""
+    copy = shlex.quote(f"/run/{path.name}")
+    path = shlex.quote(str(path))
+    return f"cat > {copy} <<'END' && mount --bind {copy} {path}\n{content}\nEND", f"umount {path}"
+
+
+@pytest.mark.parametrize("script", [RUN, SRUN])
+def test_a_healthy_cluster_gets_no_warning(cluster, repo, tmp_path, script):
+    seconds, code, findings, text = job(cluster, repo, tmp_path / "run", script)
+    assert code == 0 and findings, text
+    assert not told(findings, "WARN") and not told(findings, "FAIL"), text
+    checks = {finding["check"] for finding in findings}
+    assert {"ranks", "clocks", "run directory", "network", "all_reduce"} <= checks
+    print(f"{seconds:.0f} s")
+
+
+def test_by_ssh_it_runs_as_well_and_prints_a_table(cluster, repo, tmp_path):
+    code, text = cluster.on(
+        "node01",
+        *("scripts/ssh/launch_torchrun_auto.sh", CONFIG, "1", "node01", "node02"),
+        f"--checkpoint-dir={tmp_path}",
+        cwd=repo,
+        TRAIN_SCRIPT="scripts/doctor.py",
+    )
+    assert code == 0, text
+    assert re.search(r"(?m)^OK   ranks +all 2 came, on node01, node02$", text), text
+    assert re.search(r"(?m)^doctor.py: \d+ OK$", text), text
+
+
+def test_a_blocked_port(cluster, repo, tmp_path, plant):
+    plant("node01", *nft("tcp dport 15000-32767 ip saddr 10.77.0.12 drop", "input"))
+    seconds, code, findings, text = job(cluster, repo, tmp_path / "run")
+    assert code and seconds < 60
+    lines = told(findings, "FAIL")
+    assert re.search(r"rank 2 on node02 runs, but has not come: .*node01:\d+", lines[0]), text
+
+
+def test_a_blocked_port_under_torchrun_s_launcher(cluster, repo, tmp_path, plant):
+    plant("node01", *nft("tcp dport 15000-32767 ip saddr 10.77.0.12 drop", "input"))
+    seconds, code, _, text = job(cluster, repo, tmp_path / "run", RUN)
+    assert code and seconds < 60
+    assert "doctor.py: error: node02: cannot reach master node01 (10.77.0.11): timed out" in text
+
+
+def test_free_ports_between_nodes_are_blocked(cluster, repo, tmp_path, plant):
+    """As on clusters that open but a few: the ranks meet, and gloo or NCCL then hangs."""
+    plant("node01", *nft("tcp dport 32768-65535 ip saddr 10.77.0.12 drop", "input"))
+    seconds, code, findings, text = job(cluster, repo, tmp_path / "run")
+    assert code and seconds < 60, text
+    lines = told(findings, "FAIL")
+    assert any("node02 cannot talk to node01 on a free port" in line for line in lines), text
+
+
+def test_a_wrong_master_address(cluster, repo, tmp_path):
+    seconds, code, findings, text = job(cluster, repo, tmp_path / "run", MASTER_ADDR="10.77.0.99")
+    assert code and seconds < 60
+    assert "has no store at 10.77.0.99:" in text and "MASTER_ADDR" in text, text
+
+
+def test_a_rank_that_never_starts_is_named(cluster, repo, tmp_path):
+    script = tmp_path / "one_missing.sh"
+    script.write_text('[[ "$SLURM_PROCID" == 3 ]] && exec sleep 50; exec "$@"\n')
+    command = [sys.executable, DOCTOR, "--json", f"--checkpoint-dir={tmp_path}"]
+    flags = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    words = ["bash", script, *command]
+    began = time.monotonic()
+    code, text = cluster.on("login", "srun", *flags, "--kill-on-bad-exit=1", *words, cwd=repo)
+    assert code and time.monotonic() - began < 60
+    assert "rank 3 on node02 did not come within 20 s" in text, text
+
+
+@pytest.mark.parametrize("what", ["torch", "code"])
+def test_a_node_with_another_torch_or_other_code(cluster, repo, tmp_path, plant, what):
+    if what == "torch":
+        import torch.version
+
+        path = type(repo)(torch.version.__file__)
+        content = path.read_text().replace(torch.__version__, "2.14.1")
+        expected = "ranks 2, 3 on node02: same everywhere: PyTorch is 2.14.1"
+    else:
+        path, content = repo / "train_distributed.py", "print('another trainer')"
+        expected = "ranks 2, 3 on node02: same everywhere: train_distributed.py is "
+    plant("node02", *over(path, content))
+    _, code, findings, text = job(cluster, repo, tmp_path / "run")
+    assert code
+    assert any(line.startswith(expected) for line in told(findings, "FAIL")), text
+
+
+def test_a_run_directory_that_is_not_shared(cluster, repo, tmp_path, plant):
+    run = tmp_path / "run"
+    run.mkdir()
+    plant("node02", f"mount -t tmpfs tmpfs {run}", f"umount {run}")
+    _, code, findings, text = job(cluster, repo, run)
+    assert code
+    (line,) = [line for line in told(findings, "FAIL") if "run directory" in line]
+    assert line.endswith(f"{run} on node02 is not that of node01"), text
+
+
+def test_a_full_disk_and_a_tiny_dev_shm(cluster, repo, tmp_path, plant):
+    run = tmp_path / "run"
+    run.mkdir()
+    plant("node01", f"mount -t tmpfs -o size=9m tmpfs {run}", f"umount {run}")
+    plant("node02", "mount -t tmpfs -o size=64m tmpfs /dev/shm", "umount /dev/shm")
+    _, code, findings, text = job(cluster, repo, run)
+    assert code
+    (line,) = [line for line in told(findings, "FAIL") if "is full" in line]
+    assert line.startswith(f"node01: disk: run directory {run}: 0.0 GiB free: it is full"), text
+    (line,) = told(findings, "WARN")
+    assert line == "node02: /dev/shm: 0.1 GiB of 0.1 GiB free", text
+
+
+def test_a_clock_that_is_off(cluster, repo, tmp_path):
+    wrapper = tmp_path / "python.sh"
+    wrapper.write_text(
+        f'#!/bin/bash\n[[ "$(hostname)" != node02 ]] || set -- faketime -f +5m {sys.executable} "$@"\n'
+        f'[[ "$1" == faketime ]] || set -- {sys.executable} "$@"\nexec "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    _, _, findings, text = job(cluster, repo, tmp_path / "run", PYTHON=str(wrapper))
+    (line,) = told(findings, "WARN")
+    assert re.search(r"node02's clock is \+(299|300|301) s off that of node01", line), text
+
+
+def test_a_node_that_loses_packets(cluster, repo, tmp_path, plant):
+    rule = "ip daddr 10.77.0.11 udp sport 1-65535 numgen random mod 100 < 5 drop"
+    tcp = "ip daddr 10.77.0.11 tcp sport 1-65535 numgen random mod 100 < 5 drop"
+    command, undo = nft(rule, "output")
+    plant("node02", f"{command} && nft 'add rule ip t c {tcp}'", undo)
+    seconds, _, findings, text = job(cluster, repo, tmp_path / "run")
+    assert seconds < 60
+    (line,) = [line for line in told(findings, "WARN") if "network" in line]
+    match = re.search(
+        r"node02: network: of the packets that it sends to node01, ([\d.]+)% are", line
+    )
+    assert match and 1 < float(match[1]) < 12, text
+
+
+DELAY = """
+import fcntl, heapq, os, select, socket, struct, subprocess, sys, time
+# Packets to the other nodes leave through a tunnel that we read, and go on 0.3 s later.
+tun = os.open("/dev/net/tun", os.O_RDWR)
+fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH", b"late", 0x1001))  # IFF_TUN | IFF_NO_PI
+for command in (
+    "ip link set late mtu 1500 up", "ip rule add fwmark 7 table main priority 10",
+    "ip rule add to 10.77.0.0/24 table 77 priority 20", "ip rule add to {me} table local priority 5",
+    "ip route add 10.77.0.0/24 dev late table 77 src {me}",
+):
+    subprocess.run(command.format(me=sys.argv[1]).split(), check=True)
+out = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
+out.setsockopt(socket.SOL_SOCKET, 36, 7)  # SO_MARK
+print("ready", flush=True)
+queue = []
+while True:
+    wait = max(0, queue[0][0] - time.monotonic()) if queue else None
+    if select.select([tun], [], [], wait)[0]:
+        heapq.heappush(queue, (time.monotonic() + 0.3, len(queue), os.read(tun, 65536)))
+    while queue and queue[0][0] <= time.monotonic():
+        packet = heapq.heappop(queue)[2]
+        try:
+            out.sendto(packet, (socket.inet_ntoa(packet[16:20]), 0))
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.long
+def test_a_node_that_is_far_away(racks, repo, tmp_path):
+    """300 ms, by a relay of packets (this kernel's tc has no netem)."""
+    address = "10.77.0.13"  # of the third
+    relay = racks.start("rack02-n1", sys.executable, "-u", "-c", DELAY, address)
+    try:
+        assert relay.stdout.readline() == "ready\n"
+        seconds, _, findings, text = job(racks, repo, tmp_path / "run", nodes=4, gpus=1)
+    finally:
+        os.killpg(relay.pid, 9)
+        relay.communicate()
+        undo = "ip rule del priority 5; ip rule del priority 10; ip rule del priority 20"
+        on(racks, "rack02-n1", undo)
+    assert seconds < 60
+    (line,) = [line for line in told(findings, "WARN") if "ms there and back" in line]
+    assert re.match(r"rack02-n1: network: 3\d\d ms there and back to each of the others", line), (
+        text
+    )
+
+
+def test_a_host_name_that_leads_to_itself(cluster, repo, tmp_path, plant):
+    text = (cluster.directory / "etc-hosts").read_text()
+    wrong = re.sub(r"(?m)^\S*10\.77\.0\.12 .*\n", "", text) + "127.0.1.1 node02"
+    copy = cluster.directory / "etc-hosts-node02"
+    copy.write_text(wrong + "\n")
+    plant("node02", f"mount --bind {copy} /etc/hosts", "umount /etc/hosts")
+    _, code, findings, text = job(cluster, repo, tmp_path / "run")
+    assert code == 0
+    (line,) = told(findings, "WARN")
+    assert line == "node02: host name: node02 is 127.0.1.1: this machine itself", text
+
+
+def test_switched_off_nvlink_and_a_comment_for_a_directive(cluster, repo, tmp_path):
+    copy = repo / "mine.slurm"
+    copy.write_text("#!/bin/bash\n# SBATCH --nodes=2\n#SBATCH --output=logs/none/%j.out\nsrun hi\n")
+    try:
+        _, code, findings, text = job(
+            cluster, repo, tmp_path / "run", NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1"
+        )
+    finally:
+        copy.unlink()
+    lines = told(findings, "WARN")
+    assert [line for line in lines if "environment: NCCL_P2P_DISABLE=1: it switches off" in line]
+    assert [line for line in lines if "environment: NCCL_IB_DISABLE=1" in line]
+    assert [line for line in lines if line.startswith("mine.slurm:2: ") and "a comment" in line]
+    (line,) = told(findings, "FAIL")
+    assert line.startswith("mine.slurm:3: launch scripts: --output in logs/none/"), text
+
+
+def test_one_core_for_each_rank_where_there_are_more(racks, repo, tmp_path):
+    flags = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    command = [sys.executable, DOCTOR, "--json", f"--checkpoint-dir={tmp_path}"]
+    words = ["--hint=nomultithread", *command]
+    code, text = racks.on("login", "srun", *flags, *words, cwd=repo)
+    findings = json.loads(re.search(r"^\[\n.*?^\]", text, re.DOTALL | re.MULTILINE)[0])
+    lines = told(findings, "WARN")
+    assert [line for line in lines if "cores: 1 of this machine's" in line], text
+
+
+SMI = """#!/bin/sh
+# Stands in for the real one where there is no GPU: its answers are of that form.
+case "$*" in
+  *compute-apps*) echo "4711, GPU-5d3f2a, 17012" ;;
+  *query-gpu*) echo "0, GPU-5d3f2a, NVIDIA H200, 143771, 2, 350.00, 700.00, 570.86" ;;
+esac
+"""
+
+
+def test_a_left_over_process_and_a_sick_gpu(tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, DOCTOR, "--json"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, cwd=REPO)
+    assert result.returncode == 2, result.stderr
+    findings = json.loads(result.stdout)
+    assert told(findings, "WARN") == [
+        ": GPU processes: process 4711 (unknown) holds 17012 MiB on GPU-5d3f2a",
+        ": GPU power: GPU 0 is capped at 350.00 of 700.00 W",
+    ]
+    failures = told(findings, "FAIL")
+    assert failures[0] == ": GPU memory: GPU 0 has 2 uncorrected memory errors"
+    assert "sees none of the GPUs here" in failures[1]
+
+
+def test_two_ranks_on_one_device():
+    """Simulated: the cards that ranks on a GPU would hand in."""
+    sys.path.insert(0, str(DOCTOR.parent))
+    try:
+        from doctor import compare_cards
+    finally:
+        sys.path.pop(0)
+    card = {"host": "n1", "same": {"PyTorch": "2.15"}, "uuid": "GPU-1"}
+    (finding,) = [f for f in compare_cards({0: card, 1: card}) if f.level == "FAIL"]
+    assert (finding.where, finding.observed) == ("n1", "ranks 0, 1 share GPU-1")
+
+
+def test_nccl_s_own_words_tell_the_transport():
+    sys.path.insert(0, str(DOCTOR.parent))
+    try:
+        from doctor import nccl_links
+    finally:
+        sys.path.pop(0)
+    log = (
+        "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
+        "n1:1:2 [0] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/3/GDRDMA\n"
+        "n1:1:2 [0] NCCL INFO Channel 01 : 0[0] -> 1[1] via SHM/direct/direct\n"
+    )
+    assert nccl_links(log) == ["NET/IB", "P2P/CUMEM", "SHM/direct"]
