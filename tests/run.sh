@@ -26,7 +26,7 @@ print_help() {
 }
 
 install_cluster() {
-  local packages=(slurm-wlm munge openssh-server pdsh iproute2)
+  local packages=(slurm-wlm munge openssh-server pdsh iproute2 nftables faketime)
   if ! dpkg --status "${packages[@]}" &>/dev/null; then
     echo "Installing Debian packages: ${packages[*]}"
     apt-get update -q >/dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -q \

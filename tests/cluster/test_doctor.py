@@ -171,8 +171,9 @@ def test_a_full_disk_and_a_tiny_dev_shm(cluster, repo, tmp_path, plant):
 def test_a_clock_that_is_off(cluster, repo, tmp_path):
     wrapper = tmp_path / "python.sh"
     wrapper.write_text(
-        f'#!/bin/bash\n[[ "$(hostname)" != node02 ]] || set -- faketime -f +5m {sys.executable} "$@"\n'
-        f'[[ "$1" == faketime ]] || set -- {sys.executable} "$@"\nexec "$@"\n'
+        f'#!/bin/bash\ncommand=({sys.executable} "$@")\n'
+        '[[ "$(hostname)" != node02 ]] || command=(faketime -f +5m "${command[@]}")\n'
+        'exec "${command[@]}"\n'
     )
     wrapper.chmod(0o755)
     _, _, findings, text = job(cluster, repo, tmp_path / "run", PYTHON=str(wrapper))
@@ -201,7 +202,8 @@ tun = os.open("/dev/net/tun", os.O_RDWR)
 fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH", b"late", 0x1001))  # IFF_TUN | IFF_NO_PI
 for command in (
     "ip link set late mtu 1500 up", "ip rule add fwmark 7 table main priority 10",
-    "ip rule add to 10.77.0.0/24 table 77 priority 20", "ip rule add to {me} table local priority 5",
+    "ip rule add to 10.77.0.0/24 table 77 priority 20",
+    "ip rule add to {me} table local priority 5",
     "ip route add 10.77.0.0/24 dev late table 77 src {me}",
 ):
     subprocess.run(command.format(me=sys.argv[1]).split(), check=True)
