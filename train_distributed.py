@@ -457,10 +457,9 @@ def place_model(cfg: argparse.Namespace, world: World, spec: "DataSpec", smalles
     if cfg.channels_last:
         model = model.to(memory_format=torch.channels_last)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    blank = torch.zeros(smallest, spec.channels, spec.size, spec.size, device=world.device)
     try:
         with torch.no_grad():
-            model(blank)
+            model(blank_images(cfg, spec, smallest, world.device))
     except (RuntimeError, AssertionError, ValueError) as error:
         if not isinstance(model, SimpleConvNet) and "torchvision" not in type(model).__module__:
             raise  # a bug in a model of your own: you want to see where
@@ -785,6 +784,12 @@ def prepare(images: torch.Tensor, cfg: argparse.Namespace, spec: DataSpec, devic
     if images.shape[-1] != spec.size:
         images = F.interpolate(images, size=spec.size, mode="bilinear")
     images = images.expand(-1, spec.channels, -1, -1)
+    return images.contiguous(memory_format=torch.channels_last) if cfg.channels_last else images
+
+
+def blank_images(cfg: argparse.Namespace, spec: DataSpec, number: int, device: torch.device):
+    """As prepare() gives them."""
+    images = torch.zeros(number, spec.channels, spec.size, spec.size, device=device)
     return images.contiguous(memory_format=torch.channels_last) if cfg.channels_last else images
 
 
@@ -1359,12 +1364,9 @@ def wrap_ddp(run: Run) -> nn.Module:
     # In its first two passes DDP finds the order in which it will sum the gradients. Let it do so
     # on blank images, or a resumed run, which finds it anew, would end in other bits.
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    blank = torch.zeros(cfg.batch_size, spec.channels, spec.size, spec.size, device=device)
-    if cfg.channels_last:
-        blank = blank.to(memory_format=torch.channels_last)
     for _ in range(2):
         with autocast(cfg, device):
-            loss = ddp(blank).float().sum()
+            loss = ddp(blank_images(cfg, spec, cfg.batch_size, device)).float().sum()
         loss.backward()
     run.model.load_state_dict(before)
     run.optimizer.zero_grad(set_to_none=True)
