@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Does distributed training work here? All processes meet, check an all_reduce and say where they are;
-# they train 20 steps, and 20 steps with a stop after 10: both must end with the same weights, bit for
-# bit. Ends in one line, PASS or FAIL with the reason, in under a minute.
+# Does distributed training work here? scripts/doctor.py looks at all nodes and the network between
+# them; then all processes train 20 steps, and the last 10 of them again from a checkpoint: both must
+# end with the same weights, bit for bit. Ends in one line, PASS or FAIL with the reason, in a minute.
 #
 # Usage: scripts/test_distributed.sh [N]    N processes on this machine      (default: as many as GPUs)
 #        scripts/test_distributed.sh        inside of an allocation (salloc, sbatch, qsub): on all of it
@@ -30,21 +30,27 @@ finish() {
   exit 1
 }
 
-# train RUN STEP: up to that step, as a user would here; what is said goes to the screen and RUN.log.
-train() {
+# launch LOG OPTIONS...: as a user would here; what is said goes to the screen and to that file.
+launch() {
   local command=(scripts/cluster_train.sh) log="$directory/$1.log"
   if [[ -n "${SLURM_JOB_ID:-}" ]]; then
     command=(bash run_distributed.slurm)
   elif [[ -f "${PBS_NODEFILE:-}" ]]; then
     command=(bash scripts/pbs/pbs_train.sh)
   fi
-  command+=(configs/default_config.yaml --checkpoint-dir "$directory/$1" --stop-at-step "$2"
-    --batch-size 8 --epochs 100 --warmup-epochs 0 --deterministic --init-timeout 60 --collective-timeout 60)
+  command+=(configs/default_config.yaml "${@:2}")
   if [[ -n "$DRY_RUN" ]]; then
-    echo "\$ ${command[*]}"
+    echo "\$ ${TRAIN_SCRIPT:+TRAIN_SCRIPT=$TRAIN_SCRIPT }${command[*]}"
   elif ! "${command[@]}" |& tee "$log"; then
-    finish "FAIL: $(grep 'error: ' "$log" | head -n 1 || tail -n 1 "$log") (all of it: $log)"
+    finish "FAIL: $(grep -m 1 -E 'error: |^FAIL' "$log" || tail -n 1 "$log") (all of it: $log)"
   fi
+}
+
+# train RUN OPTIONS...: to step 20.
+train() {
+  launch "$1" --checkpoint-dir "$directory/$1" --stop-at-step 20 --checkpoint-every-steps 10 \
+    --batch-size 8 --epochs 100 --warmup-epochs 0 --deterministic --init-timeout 60 \
+    --collective-timeout 60 "${@:2}"
 }
 
 # compare A B: are the weights and the optimizer's state of the two checkpoints the same?
@@ -71,13 +77,13 @@ main() {
   export MAX_RESTARTS=0
   directory="$PWD/runs/test_distributed_$(date +%Y%m%d_%H%M%S)_$$"
   [[ -n "$DRY_RUN" ]] || mkdir -p "$directory"
-  train straight 20
-  train stopped 10
-  train stopped 20
+  TRAIN_SCRIPT=scripts/doctor.py launch doctor --checkpoint-dir "$directory/straight"
+  train straight
+  train resumed --resume "$directory/straight/checkpoint_step_10.pt"
   [[ -z "$DRY_RUN" ]] || exit 0
-  compare "$directory"/{straight,stopped}/checkpoint_step_20.pt ||
-    finish "FAIL: with a stop and a resume the weights are others than without (see $directory)"
-  finish "PASS: 20 steps, and 20 with a stop and a resume, end with the same weights"
+  compare "$directory"/{straight,resumed}/checkpoint_step_20.pt ||
+    finish "FAIL: resumed at step 10, the weights are others than without (see $directory)"
+  finish "PASS: 20 steps, and the last 10 again from a checkpoint, end with the same weights"
 }
 
 main "$@"

@@ -403,7 +403,7 @@ def test_the_smoke_check_finds_a_resume_that_is_not_exact(cluster, repo, tmp_pat
     code, text = cluster.on("node01", *command, cwd=repo, TRAIN_SCRIPT=str(script))
     assert code == 1
     last = text.splitlines()[-1]
-    assert last.startswith("FAIL: with a stop and a resume the weights are others"), text
+    assert last.startswith("FAIL: resumed at step 10, the weights are others"), text
 
 
 def test_a_run_directory_that_the_nodes_do_not_share_is_told(cluster, repo, tmp_path, tiny):
