@@ -73,8 +73,10 @@ def keep_alive(launch, run, most):
     """Attempt after attempt. Returns the exit code."""
     restarts = 0
     while True:
-        attempt = launch.attempt()
+        before = run.status()
+        attempt = launch.attempt(before)
         if attempt["cause"] != "in use":  # by another job, whose ledger it is
+            run.make_up(before, attempt["start_step"])
             run.append(attempt)
         cause, reason = attempt["cause"], attempt["reason"]
         if cause in ("finished", "stopped") and attempt["world_size"]:
@@ -131,6 +133,29 @@ class RunDirectory:
         except OSError as error:
             say(f"WARNING: cannot write {self.ledger}: {error}")
 
+    def make_up(self, status, saved):
+        """The line of an attempt whose supervisor was killed before it could write it."""
+        known = {attempt["attempt"] for attempt in self.attempts()}
+        number = number_of(status)
+        if not number or number in known or not {"began", "time"} <= status.keys():
+            return
+        ended = status["state"] in ("finished", "stopped")
+        record = {
+            "attempt": number,
+            "start": status["began"],
+            "end": status["time"],
+            "start_step": status["start_step"],
+            "end_step": status["global_step"],
+            "saved_step": saved,
+            "recomputed": max(0, status["global_step"] - saved),
+            "train_seconds": status["time"] - status["began"],
+            "hosts": status["hosts"],
+            "world_size": status["world_size"],
+            "cause": status["state"] if ended else "killed",
+            "reason": status["reason"] or "with its supervisor",
+        }
+        self.append(record)
+
     def status(self):
         return read_json("\n".join(lines_of(self.path / "status.json"))) or {}
 
@@ -176,6 +201,12 @@ class RunDirectory:
             f"{trained - lost:.0f} became steps that count, {lost:.0f} steps that were lost, "
             "the rest start-up and waiting"
         )
+
+
+def number_of(status):
+    """Of the attempt that a status.json tells of; 0 if it was not ours."""
+    match = re.search(r"\.(\d+)$", status.get("job", ""))
+    return int(match[1]) if match else 0
 
 
 def steps_of(attempt):
@@ -241,9 +272,10 @@ class Launch:
         job = os.environ.get("SLURM_JOB_ID")
         return f"scontrol requeue {job}" if job else " ".join(map(shlex.quote, sys.argv))
 
-    def attempt(self):
-        """One launch to its end: its line for the ledger."""
-        number = 1 + max([attempt["attempt"] for attempt in self.run.attempts()] or [0])
+    def attempt(self, before):
+        """One launch to its end: its line for the ledger. `before` is the status before it."""
+        known = [attempt["attempt"] for attempt in self.run.attempts()]
+        number = 1 + max([*known, number_of(before)])
         self.count += 1
         job = job_id()
         nonce = f"{job or f'{socket.gethostname()}:{os.getpid()}'}.{number}"

@@ -111,7 +111,11 @@ def test_a_killed_supervisor_leaves_no_training_behind(tmp_path, tiny):
     finally:
         with suppress(ProcessLookupError):
             os.kill(training, signal.SIGKILL)
-    assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "stopped" and not (run / "attempts.jsonl").exists()
+    step = status["global_step"]
+    code, text = supervise(run, *TRAIN, *tiny, f"--checkpoint-dir={run}", f"--stop-at-step={step}")
+    assert code == 0 and causes(run)[0] == "stopped", text  # the next one has made up for it
 
 
 ORPHANED = """#!/usr/bin/env bash
