@@ -68,7 +68,7 @@ GUARDS = {
         TRAINER,
         '    if not all(value.isfinite().all() for value in state["model"].values()):',
         "    if False:",
-        f"{NAN} -k explodes",
+        f"{NAN} -k never_saved",
     ),
     "a full disk ends it": (
         TRAINER,

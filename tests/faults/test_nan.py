@@ -71,3 +71,25 @@ def test_a_learning_rate_that_explodes_is_told_and_no_good_checkpoint_is_lost(tm
     assert json.loads(file.read_text())["cause"] == "NaN"
     assert all(v.isfinite().all() for v in run.checkpoint("checkpoint_epoch_1")["model"].values())
     assert not (run.directory / "checkpoint_epoch_2.pt").exists()
+
+
+POISON = """if True:
+    import train_distributed
+
+    def train_step(run, batches, step, global_step, *more, inner=train_distributed.train_step):
+        waited = inner(run, batches, step, global_step, *more)
+        if global_step + 1 == 6:
+            run.model.fc2.bias.data[0] = float("inf")
+        return waited
+
+    train_distributed.train_step = train_step
+"""
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, tiny):
+    options = [*tiny, "--epochs=2", "--checkpoint-every-steps=3"]
+    run = launch(tmp_path / "run", 1, *options, before=POISON)
+    assert run.codes == [2]
+    told = "error: at step 6 the weights are not finite: not saved. Lower --lr?"
+    assert told in run.err[0]
+    assert {path.stem for path in run.directory.glob("*.pt")} == {"checkpoint_step_3"}
