@@ -1649,6 +1649,7 @@ def train_to(goal: int, run: Run, progress: Progress, chosen: str | None) -> lis
     run.claim.facts |= {"world_size": world.world_size, "hosts": hosts}
     run.claim.tell("running", progress.global_step)
     run.watch.start()
+    run.watch.progress(progress.global_step)
     stop: list[str] = []
     if evaluate_first:
         if not is_of_this_run(chosen, cfg):
