@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from harness import REPO
@@ -145,31 +146,40 @@ def test_a_rank_that_never_starts_is_named(cluster, repo, tmp_path):
     assert "rank 3 on node02 did not come within 20 s" in text, text
 
 
-@pytest.mark.parametrize("what", ["torch", "code"])
-def test_a_node_with_another_torch_or_other_code(cluster, repo, tmp_path, plant, what):
-    if what == "torch":
-        import torch.version
+def test_all_that_is_wrong_is_told_at_once(cluster, repo, tmp_path, plant):
+    """On node02: another PyTorch, other code, a run directory and a name of its own. For all: an
+    environment that slows, and a launch script with a comment for a directive."""
+    import torch.version
 
-        path = type(repo)(torch.version.__file__)
-        content = path.read_text().replace(torch.__version__, "2.14.1")
-        expected = "ranks 2, 3 on node02: same everywhere: PyTorch is 2.14.1"
-    else:
-        path, content = repo / "train_distributed.py", "print('another trainer')"
-        expected = "ranks 2, 3 on node02: same everywhere: train_distributed.py is "
-    plant("node02", *over(path, content))
-    _, code, findings, text = job(cluster, repo, tmp_path / "run")
-    assert code
-    assert any(line.startswith(expected) for line in told(findings, "FAIL")), text
-
-
-def test_a_run_directory_that_is_not_shared(cluster, repo, tmp_path, plant):
     run = tmp_path / "run"
     run.mkdir()
+    version = Path(torch.version.__file__)
+    plant("node02", *over(version, version.read_text().replace(torch.__version__, "2.14.1")))
+    plant("node02", *over(repo / "train_distributed.py", "print('another trainer')"))
     plant("node02", f"mount -t tmpfs tmpfs {run}", f"umount {run}")
-    _, code, findings, text = job(cluster, repo, run)
+    hosts = (cluster.directory / "etc-hosts").read_text()
+    hosts = re.sub(r"(?m)^\S*10\.77\.0\.12 .*\n", "", hosts) + "127.0.1.1 node02"
+    plant("node02", *over(Path("/etc/hosts"), hosts))
+    script = "#!/bin/bash\n# SBATCH --nodes=2\n#SBATCH --output=logs/none/%j.out\nsrun hi\n"
+    (repo / "mine.slurm").write_text(script)
+    try:
+        _, code, findings, text = job(cluster, repo, run, NCCL_P2P_DISABLE="1")
+    finally:
+        (repo / "mine.slurm").unlink()
     assert code
-    (line,) = [line for line in told(findings, "FAIL") if "run directory" in line]
-    assert line.endswith(f"{run} on node02 is not that of node01"), text
+    off = "NCCL_P2P_DISABLE=1: it switches off the fast way between GPUs, for all that follows"
+    comment = "`# SBATCH --nodes=2` is a comment, which the scheduler does not read"
+    assert sorted(told(findings, "WARN")) == [
+        "mine.slurm:2: launch scripts: " + comment,
+        "node01, node02: environment: " + off,
+        "node02: host name: node02 is 127.0.1.1: this machine itself",
+    ], text
+    lines = sorted(told(findings, "FAIL"))
+    assert lines[0].startswith(f": run directory: {run} on node02 is not that of node01")
+    assert lines[1].startswith("mine.slurm:3: launch scripts: --output in logs/none/, which is not")
+    assert lines[2] == "ranks 2, 3 on node02: same everywhere: PyTorch is 2.14.1"
+    assert lines[3].startswith("ranks 2, 3 on node02: same everywhere: train_distributed.py is ")
+    assert len(lines) == 4, text
 
 
 def test_a_full_disk_and_a_tiny_dev_shm(cluster, repo, tmp_path, plant):
@@ -259,35 +269,6 @@ def test_a_node_that_is_far_away(racks, repo, tmp_path):
     assert re.match(r"rack02-n1: network: 3\d\d ms there and back to each of the others", line), (
         text
     )
-
-
-def test_a_host_name_that_leads_to_itself(cluster, repo, tmp_path, plant):
-    text = (cluster.directory / "etc-hosts").read_text()
-    wrong = re.sub(r"(?m)^\S*10\.77\.0\.12 .*\n", "", text) + "127.0.1.1 node02"
-    copy = cluster.directory / "etc-hosts-node02"
-    copy.write_text(wrong + "\n")
-    plant("node02", f"mount --bind {copy} /etc/hosts", "umount /etc/hosts")
-    _, code, findings, text = job(cluster, repo, tmp_path / "run")
-    assert code == 0
-    (line,) = told(findings, "WARN")
-    assert line == "node02: host name: node02 is 127.0.1.1: this machine itself", text
-
-
-def test_switched_off_nvlink_and_a_comment_for_a_directive(cluster, repo, tmp_path):
-    copy = repo / "mine.slurm"
-    copy.write_text("#!/bin/bash\n# SBATCH --nodes=2\n#SBATCH --output=logs/none/%j.out\nsrun hi\n")
-    try:
-        _, code, findings, text = job(
-            cluster, repo, tmp_path / "run", NCCL_P2P_DISABLE="1", NCCL_IB_DISABLE="1"
-        )
-    finally:
-        copy.unlink()
-    lines = told(findings, "WARN")
-    assert [line for line in lines if "environment: NCCL_P2P_DISABLE=1: it switches off" in line]
-    assert [line for line in lines if "environment: NCCL_IB_DISABLE=1" in line]
-    assert [line for line in lines if line.startswith("mine.slurm:2: ") and "a comment" in line]
-    (line,) = told(findings, "FAIL")
-    assert line.startswith("mine.slurm:3: launch scripts: --output in logs/none/"), text
 
 
 def test_one_core_for_each_rank_where_there_are_more(racks, repo, tmp_path):

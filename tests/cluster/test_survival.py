@@ -14,7 +14,7 @@ import torch
 from harness import LONG, assert_same_state, train
 
 TORCHRUN, SRUN = "run_distributed.slurm", "slurm_train_multinode.sh"
-EPOCHS = 60 if LONG else 30  # of 5 steps: long enough to be interfered with
+EPOCHS = 60 if LONG else 20  # of 5 steps: long enough to be interfered with
 
 
 @pytest.fixture(scope="session")
