@@ -31,6 +31,7 @@ import os
 import platform
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -82,6 +83,9 @@ def bad(level: str, check: str, observed: str, expected: str, remedy: str, where
 
 
 def main() -> int:
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # c10d says in many lines what we say in one
     args = parse(sys.argv[1:])
     if args.quick:
         return quick(args)
@@ -89,8 +93,7 @@ def main() -> int:
         return start_ranks(args)
     rank = rank_of_launch()
     if rank is None:
-        findings = [*local_checks(args), *repository_checks(args)]
-        return report(findings, args.json)
+        return report(local_checks(args) + guarded([launch_scripts, data], args), args.json)
     return Rank(args, *rank).run()
 
 
@@ -157,27 +160,27 @@ def gib(size: float) -> str:
 
 def local_checks(args) -> list[Finding]:
     """Of this machine, in the environment as it is."""
-    findings = []
     checks = [software, gpus, shared_memory, limits, disks, cores, name_of_host, environment]
+    return guarded(checks, args)
+
+
+def guarded(checks, args) -> list[Finding]:
+    """A machine that is strange in one way is no reason to say nothing of the rest."""
+    findings = []
     for check in checks:
         try:
             findings += check(args)
-        except Exception as error:  # a strange machine is no reason to say nothing of the rest
-            what = f"could not be looked at ({type(error).__name__}: {error})"
-            findings.append(
-                bad("WARN", check.__name__, what, "an answer", "look at it yourself, and tell us")
-            )
+        except Exception as error:
+            what = f"{check.__name__} could not be looked at ({type(error).__name__}: {error})"
+            findings.append(bad("WARN", "doctor", what, "an answer", "look at it yourself"))
     return findings
 
 
 def software(args) -> list[Finding]:
     version = platform.python_version()
-    missing = [name for name in args.needs.split(",") if not importlib.util.find_spec(name)]
-    if missing:
-        what, remedy = f"{sys.executable} has no {', '.join(missing)}", "see scripts/site.sh"
-        return [
-            bad("FAIL", "packages", what, "all", f"pip install -r requirements.txt, or {remedy}")
-        ]
+    if missing := missing_packages(args):
+        remedy = "pip install -r requirements.txt, or see scripts/site.sh"
+        return [bad("FAIL", "packages", missing, "all of them", remedy)]
     import torch
 
     numbers = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
@@ -188,10 +191,23 @@ def software(args) -> list[Finding]:
     return [ok("PyTorch", found)]
 
 
+def missing_packages(args) -> str:
+    missing = [name for name in args.needs.split(",") if not importlib.util.find_spec(name)]
+    return f"{sys.executable} has no {', '.join(missing)}" if missing else ""
+
+
 def nvidia_smi(what: str, fields: str) -> list[list[str]]:
-    """Rows of `nvidia-smi --query-WHAT`; [] without it."""
-    text = run_command("nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits")
-    return [[field.strip() for field in line.split(",")] for line in text.splitlines() if line]
+    """Rows of `nvidia-smi --query-WHAT`; [] without it. Raises RuntimeError with its complaint."""
+    command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except FileNotFoundError:
+        return []
+    if result.returncode:
+        complaint = (result.stdout + result.stderr).strip().split("\n")[0]
+        raise RuntimeError(f"nvidia-smi: {complaint}")
+    rows = [[field.strip() for field in line.split(",")] for line in result.stdout.splitlines()]
+    return [row for row in rows if len(row) == fields.count(",") + 1]
 
 
 def gpu_devices() -> list[str]:
@@ -199,67 +215,69 @@ def gpu_devices() -> list[str]:
 
 
 def gpus(args) -> list[Finding]:
-    rows = nvidia_smi(
-        "gpu", "index,uuid,name,memory.total,ecc.errors.uncorrected.volatile.total,power.limit,"
-        "power.default_limit,driver_version"
-    )  # fmt: skip
-    findings = gpu_processes()
-    for index, _, _, _, errors, limit, default, _ in rows:
-        if errors.isdigit() and int(errors):
-            what, remedy = (
-                f"GPU {index} has {errors} uncorrected memory errors",
-                "reset or drain it",
-            )
-            findings.append(bad("FAIL", "GPU memory", what, "none", f"{remedy}: tell the admins"))
-        with suppress(ValueError):
-            if float(limit) < 0.9 * float(default):
-                what = f"GPU {index} is capped at {limit} of {default} W"
-                remedy = f"nvidia-smi -i {index} -pl {default}, or ask the admins"
-                findings.append(bad("WARN", "GPU power", what, "its default", remedy))
+    """Those that PyTorch sees. Asks nvidia-smi, since asking CUDA would occupy each of them."""
+    fields = "index,uuid,memory.total,memory.free,ecc.errors.uncorrected.volatile.total"
+    fields += ",power.limit,power.default_limit,driver_version"
+    rows = nvidia_smi("gpu", fields)
     if not importlib.util.find_spec("torch"):
-        return findings
+        return []
     import torch
 
-    count = torch.cuda.device_count()
-    if not count and (rows or gpu_devices()):
-        what = f"PyTorch {torch.__version__} sees none of the GPUs here"
+    count, driver = torch.cuda.device_count(), f", driver {rows[0][-1]}" if rows else ""
+    if not count and not rows and not gpu_devices():
+        return [ok("GPUs", "none: trains on the CPU")]
+    devices = [torch.cuda.get_device_properties(index) for index in range(count)]
+    mine = {str(device.uuid).removeprefix("GPU-") for device in devices}
+    rows = [row for row in rows if row[1].removeprefix("GPU-") in mine or not mine]
+    findings = gpu_processes(mine)
+    for row in rows:
+        findings += gpu_state(*row[:-1])
+    if not count:
+        what = f"PyTorch {torch.__version__} sees none of the GPUs here{driver}"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             what += ": CUDA_VISIBLE_DEVICES is empty"
-        driver = f" for driver {rows[0][-1]}" if rows else ""
-        remedy = f"ask the scheduler for GPUs; else install a PyTorch{driver}: pytorch.org"
-        return [*findings, bad("FAIL", "GPUs", what, "all of them", remedy)]
-    if not count:
-        return [*findings, ok("GPUs", "none: trains on the CPU")]
-    for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
-        if free < 0.8 * total:
-            what = f"GPU {index} has only {gib(free)} of {gib(total)} free"
-            remedy = "is another job on it? See nvidia-smi"
-            findings.append(bad("WARN", "GPU memory", what, "nearly all", remedy))
+        remedy = "ask the scheduler for GPUs; or a PyTorch that fits the driver: pytorch.org"
+        expected = "some, unless you train on the CPU"
+        return [*findings, bad("WARN", "GPUs", what, expected, remedy)]
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    if apart:
-        what = f"GPUs {apart[0][0]} and {apart[0][1]} cannot reach each other's memory"
-        remedy = "nvidia-smi topo -m; in a container or a VM, ask for the whole node"
-        findings.append(bad("WARN", "GPU peers", what, "peer access (NVLink or PCIe)", remedy))
-    names = " and ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+    peers = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    names = " and ".join(sorted({device.name for device in devices}))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
-    driver = f", driver {rows[0][-1]}" if rows else ""
     told = f"{count} x {names}, CUDA {torch.version.cuda}, NCCL {nccl}{driver}"
+    if pairs:
+        told += f", {peers} of {len(pairs)} pairs reach each other's memory (P2P)"
     return [*findings, ok("GPUs", told)]
 
 
-def gpu_processes() -> list[Finding]:
+def gpu_state(index, _, total, free, errors, limit, default) -> list[Finding]:
+    """Of one GPU, in nvidia-smi's words; where it says [N/A], there is nothing to compare."""
+    findings = []
+    if errors.isdigit() and int(errors):
+        what = f"GPU {index} has {errors} uncorrected memory errors"
+        remedy = "reset it or leave it out: tell the admins"
+        findings.append(bad("FAIL", "GPU memory", what, "none", remedy))
+    with suppress(ValueError):
+        if float(free) < 0.8 * float(total):
+            what = f"GPU {index} has only {free} of {total} MiB free"
+            remedy = "is another job on it? See nvidia-smi"
+            findings.append(bad("WARN", "GPU memory", what, "nearly all", remedy))
+    with suppress(ValueError):
+        if float(limit) < 0.9 * float(default):
+            what = f"GPU {index} is capped at {limit} of {default} W"
+            remedy = f"nvidia-smi -i {index} -pl {default}, or ask the admins"
+            findings.append(bad("WARN", "GPU power", what, "its default", remedy))
+    return findings
+
+
+def gpu_processes(mine: set[str]) -> list[Finding]:
     """Left over from another training, perhaps."""
     findings = []
-    for row in nvidia_smi("compute-apps", "pid,gpu_uuid,used_memory"):
-        pid, gpu, used = row[:3]
-        if not pid.isdigit() or int(pid) == os.getpid():
+    for pid, gpu, used in nvidia_smi("compute-apps", "pid,gpu_uuid,used_memory"):
+        owner = run_command("ps", "-o", "user=,args=", "-p", pid).strip()
+        is_ours = not mine or gpu.removeprefix("GPU-") in mine
+        if not is_ours or "doctor.py" in owner:
             continue
-        owner = run_command("ps", "-o", "user=,args=", "-p", pid).strip()[:60]
-        if "doctor.py" in owner:
-            continue
-        what = f"process {pid} ({owner or 'unknown'}) holds {used} MiB on {gpu[:12]}"
+        what = f"process {pid} ({owner[:60] or 'unknown'}) holds {used} MiB on {gpu[:12]}"
         remedy = f"if it is yours and left over: kill {pid}"
         findings.append(bad("WARN", "GPU processes", what, "none before a launch", remedy))
     return findings
@@ -319,7 +337,8 @@ def my_cores() -> int:
 
 
 def cores(_args) -> list[Finding]:
-    mine, all_cores = my_cores(), os.cpu_count()
+    mine = my_cores()
+    all_cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or os.cpu_count())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
     if not ranks and "SLURM_STEP_TASKS_PER_NODE" in os.environ:
         ranks = int(re.match(r"\d+", os.environ["SLURM_STEP_TASKS_PER_NODE"])[0])
@@ -354,17 +373,15 @@ def others_to_reach() -> bool:
 
 
 SLOW = "it switches off the fast way between GPUs, for all that follows"
-OLD = "PyTorch has not read it for years"
+OLD = "an old name; time limits of collectives are on by default"
 HARMFUL = {
     "NCCL_P2P_DISABLE": ("1", SLOW, "unset it; if P2P really hangs, look at ACS in the BIOS"),
     "NCCL_SHM_DISABLE": ("1", SLOW, "unset it; if /dev/shm is too small, enlarge it"),
-    "NCCL_IB_DISABLE": ("1", "it makes InfiniBand sockets", "unset it; NCCL_DEBUG=INFO says why"),
+    "NCCL_IB_DISABLE": ("1", "all goes over TCP instead of InfiniBand", "unset it"),
     "NCCL_NET_GDR_LEVEL": ("0|LOC", SLOW, "unset it: NCCL knows the topology"),
     "NCCL_IB_GID_INDEX": (".+", "the right one differs by node", "unset it: NCCL finds it"),
-    "NCCL_ALGO": (".+", "it forbids NCCL the better choice at other sizes", "unset it"),
-    "NCCL_PROTO": (".+", "it forbids NCCL the better choice at other sizes", "unset it"),
     "NCCL_TREE_THRESHOLD": (".+", "gone since NCCL 2.5", "unset it"),
-    "NCCL_BLOCKING_WAIT": ("1", OLD, "unset it: time limits work without"),
+    "NCCL_BLOCKING_WAIT": ("1", OLD, "unset it"),
     "NCCL_ASYNC_ERROR_HANDLING": (".+", "renamed to TORCH_NCCL_ASYNC_ERROR_HANDLING", "unset it"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "it makes each collective wait for the GPU", "unset it"),
     "CUDA_LAUNCH_BLOCKING": ("1", "each kernel waits for the one before: much slower", "unset it"),
@@ -394,16 +411,10 @@ def environment(_args) -> list[Finding]:
 # ---------------------------------------------------------------------------- THE REPOSITORY
 
 
-def repository_checks(args) -> list[Finding]:
-    """What is the same on all nodes: launch scripts and data. For one process."""
-    return [*launch_scripts(), *data(args)]
-
-
-def launch_scripts() -> list[Finding]:
-    findings, places = [], {REPOSITORY, Path.cwd()}
-    scripts = {path.resolve() for place in places for path in place.iterdir()
-               if path.suffix in (".sh", ".slurm", ".sbatch", ".pbs")}  # fmt: skip
-    for path in sorted(scripts):
+def launch_scripts(_args) -> list[Finding]:
+    findings, kinds = [], (".sh", ".slurm", ".sbatch", ".pbs")
+    scripts = sorted(path for path in REPOSITORY.iterdir() if path.suffix in kinds)
+    for path in scripts:
         findings += launch_script(path)
     return findings or [ok("launch scripts", f"{len(scripts)} in {REPOSITORY}: nothing strange")]
 
@@ -473,7 +484,7 @@ def quick(args) -> int:
     PyTorch is imported only where there are GPUs: on others it would cost seconds for nothing.
     """
     findings = [f for f in quick_checks(args) if f.level != "OK"]
-    failures = [f for f in findings if f.level == "FAIL"]
+    failures = [f for f in findings if f.check == "launch"]  # only what surely fails refuses
     for finding in failures[:1] or findings:
         text = f"{finding.observed}: {finding.remedy}" if finding.remedy else finding.observed
         kind = "doctor.py: error" if failures else "WARNING"
@@ -499,17 +510,14 @@ def quick_checks(args) -> list[Finding]:
     def fail(text, remedy="", cause="configuration"):
         return [Finding("FAIL", "launch", text, cause, remedy)]
 
-    missing = [name for name in args.needs.split(",") if not importlib.util.find_spec(name)]
-    if missing:
-        remedy = "pip install -r requirements.txt, or scripts/site.sh"
-        return fail(f"{sys.executable} has no {', '.join(missing)}", remedy)
-    quick.gpus, findings = 0, [*environment(args), *shared_memory(args)]
+    if missing := missing_packages(args):
+        return fail(missing, "pip install -r requirements.txt, or scripts/site.sh")
+    quick.gpus, findings = 0, guarded([environment, shared_memory], args)
     if gpu_devices():
-        args.needs = "torch"
         import torch
 
         quick.gpus = torch.cuda.device_count()
-        findings += gpus(args)
+        findings += guarded([gpus], args)
     workers = args.nproc_per_node or quick.gpus or 1
     if args.distributed_backend == "nccl" and quick.gpus < workers:
         return fail(f"{workers} workers for nccl, but {quick.gpus} visible GPUs")
@@ -561,7 +569,8 @@ def start_ranks(args) -> int:
         env |= {"NNODES": str(args.nnodes)}
         ranks.append(subprocess.Popen([sys.executable, *words], env=env))
     try:
-        return max(process.wait() for process in ranks)
+        codes = [process.wait() for process in ranks]
+        return 2 if any(codes) else 0
     except BaseException:
         for process in ranks:
             process.send_signal(signal.SIGTERM)
@@ -572,15 +581,18 @@ def rank_of_launch() -> tuple[int, int, int, int, str, int] | None:
     """(rank, world size, local rank, local world size, master, port); None if this is alone."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        numbers = [env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]]
-        return (*map(int, numbers), env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+        numbers = [env["RANK"], env["WORLD_SIZE"], env.get("LOCAL_RANK", "0")]
+        numbers += [env.get("LOCAL_WORLD_SIZE", "1")]
+        master, port = env.get("MASTER_ADDR", "localhost"), env.get("MASTER_PORT", "29500")
+        return (*map(int, numbers), master, int(port))
     step = int(env.get("SLURM_STEP_ID", str(0xFFFFFFFF)))
     if step >= 0xFFFFFFF0 or ("SLURM_PTY_PORT" in env and os.isatty(0)):
         return None
     numbers = [env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"]]
     numbers.append(re.match(r"\d+", env["SLURM_STEP_TASKS_PER_NODE"])[0])
     port = env.get("MASTER_PORT") or str(15000 + (16 * int(env["SLURM_JOB_ID"]) + step) % 15000)
-    return (*map(int, numbers), env.get("MASTER_ADDR") or hosts_of_job()[0], int(port))
+    master = env.get("MASTER_ADDR") or (hosts_of_job() or ["localhost"])[0]
+    return (*map(int, numbers), master, int(port))
 
 
 def hosts_of_job() -> list[str]:
@@ -625,24 +637,34 @@ class Rank:
         self.args, self.rank, self.world_size = args, rank, world_size
         self.local_rank, self.local_size = local_rank, local_size
         self.master, self.port = master, port
-        self.store, self.began = None, time.monotonic()
+        self.store, self.began, self.card = None, time.monotonic(), None
+        self.is_told, self.doing = False, "starting"
         job = os.environ.get("RUN_NONCE") or os.environ.get("SLURM_JOB_ID") or f"{master}-{port}"
         self.notes = REPOSITORY / "logs" / ("doctor_" + re.sub(r"\W", "_", job))
-        self.present: list[int] = []
 
     def run(self) -> int:
-        self.findings = []
-        if self.local_rank == 0:
-            self.findings += local_checks(self.args)
-        else:
-            self.findings += [f for f in cores(self.args) if f.level != "OK"]
-        if self.rank == 0:
-            self.findings += repository_checks(self.args)
-        self.card = self.make_card()
+        signal.alarm(120)  # whatever hangs, it is over then
+        self.findings: list[Finding] = []
         try:
-            if not self.meet():
-                return self.end()
-            self.exchange()
+            self.say("importing PyTorch")
+            self.card = self.make_card()
+            if self.meet():
+                self.say("looking at this machine")
+                mine = local_checks(self.args) if self.local_rank == 0 else cores(self.args)
+                for finding in mine:
+                    finding.where = HOST
+                keep_ok = self.local_rank == 0
+                self.findings += [f for f in mine if keep_ok or f.level != "OK"]
+                if self.rank == 0:
+                    self.findings += guarded([launch_scripts, data], self.args)
+                self.exchange()
+        except Exception as error:
+            first = str(error).strip().split("\n")[0][:200]
+            what = f"rank {self.rank} on {HOST} failed while {self.doing}"
+            what += f" ({type(error).__name__}: {first})"
+            self.findings.append(bad("FAIL", "doctor", what, "an answer", "see its log"))
+            if self.card is None:
+                self.findings += local_checks(self.args)  # they may say why
         finally:
             with suppress(OSError):
                 (self.notes / f"{self.rank}.json").unlink()
@@ -650,19 +672,26 @@ class Rank:
         return self.end()
 
     def end(self) -> int:
-        """On rank 0 all findings; elsewhere only what could not be told there."""
+        """On rank 0 all findings; elsewhere what could not be told there."""
+        code = 0
         if self.rank == 0:
             code = report(merge(self.findings), self.args.json)
             if code == 2:
                 worst = next(f for f in self.findings if f.level == "FAIL")
                 record_failure("configuration", f"{worst.check}: {worst.observed}")
-        else:
-            code = 0 if self.store else 2
+        elif not self.is_told:
+            for finding in self.findings:
+                if finding.level != "OK":
+                    print(finding, file=sys.stderr, flush=True)
+            code = 2
+            # Our exit may end all others. Rank 0 tells of us too: let it, if it lives.
+            time.sleep(max(0.0, self.began + 50 - time.monotonic()))
         sys.stdout.flush()
         os._exit(2 if code == 2 else 0)  # whatever still hangs
 
     def say(self, doing: str) -> None:
         """What this rank does next."""
+        self.doing = doing
         with suppress(OSError):
             self.notes.mkdir(parents=True, exist_ok=True)
             note = {"host": HOST, "doing": doing}
@@ -675,12 +704,18 @@ class Rank:
 
     def get(self, key: str, seconds: float):
         """A value of the store; None if it is not there in time."""
-        deadline = time.monotonic() + seconds
+        began, wait = time.monotonic(), 0.01
         while not self.store.check([key]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + seconds:
                 return None
-            time.sleep(0.02)
+            time.sleep(wait)
+            wait = min(1.5 * wait, 0.1)
         return json.loads(self.store.get(key))
+
+    def get_all(self, kind: str, ranks, seconds: float) -> dict:
+        """{rank: value of kind/rank}, with one deadline for all."""
+        end = time.monotonic() + seconds
+        return {rank: self.get(f"{kind}/{rank}", end - time.monotonic()) for rank in ranks}
 
     def make_card(self) -> dict:
         """What the ranks compare."""
@@ -700,6 +735,7 @@ class Rank:
             "GPU": gpu.name if gpu else "none",
             "visible GPUs": visible,
             "cores per rank": my_cores(),
+            "ranks per node": self.local_size,
         }
         way = interface_towards(self.master, self.port)
         if self.local_rank == 0:
@@ -723,7 +759,6 @@ class Rank:
 
         here = f"{self.master}:{self.port}"
         self.say(f"reaching the store at {here}")
-        logging_off()
         try:
             self.store = dist.TCPStore(
                 self.master,
@@ -740,9 +775,6 @@ class Rank:
                 "is MASTER_ADDR an address of rank 0's node, the port free, no firewall between?"
             )
             self.findings.append(bad("FAIL", "meeting", text, "a store", remedy))
-            if self.rank:
-                print(self.findings[-1], file=sys.stderr, flush=True)
-                time.sleep(5)  # rank 0 tells of us too: let it
             return False
         self.set(f"card/{self.rank}", self.card)
         self.say("waiting for rank 0")
@@ -765,75 +797,67 @@ class Rank:
     def exchange(self) -> None:
         """Rank 0 leads: who is there, who differs; clocks, files, network, all_reduce."""
         if self.rank == 0:
-            self.call_the_roll()
-            self.set("present", self.present)
-        else:
-            # The leader waits MEET_SECONDS from its own start, and then reads notes.
-            self.present = self.get("present", 2 * MEET_SECONDS + 10)
-            if self.present is None:
-                text = f"rank 0 on {self.master} did not call the roll"
-                self.findings.append(bad("FAIL", "meeting", text, "it does", "see its log"))
-                print(self.findings[-1], file=sys.stderr, flush=True)
-                return
-            if self.rank not in self.present:
-                return
-        cards = [self.get(f"card/{rank}", 5) for rank in self.present]
-        self.leaders = {}
-        for rank, card in zip(self.present, cards):
-            self.leaders.setdefault(card["host"], rank)
-        leads = self.rank in self.leaders.values()
-        if leads:
+            self.set("present", self.call_the_roll())
+        present = self.get("present", 2 * MEET_SECONDS + 10)
+        if present is None or str(self.rank) not in present:
+            text = f"rank {self.rank} on {HOST} was not called by rank 0 on {self.master}"
+            self.findings.append(bad("FAIL", "meeting", text, "it is", "see the log of rank 0"))
+            return
+        self.hosts = {int(rank): host for rank, (host, _) in present.items()}
+        self.addresses = {int(rank): address for rank, (_, address) in present.items()}
+        self.leaders: dict[str, int] = {}
+        for rank, host in self.hosts.items():
+            self.leaders.setdefault(host, rank)
+        if self.rank in self.leaders.values():
             self.compare_clocks()
             self.share_a_file()
             self.measure_network()
-        elif self.rank == 0:
-            raise AssertionError("rank 0 leads its node")
-        if len(self.present) == self.world_size > 1:
+        if len(self.hosts) == self.world_size > 1:
+            self.say("waiting for the network to be measured")
+            if self.rank == 0:
+                self.set("reduce", True)  # all at once, since it may take a certain time only
+            self.get("reduce", 60)
             self.reduce()
         if self.rank:
             self.say("done")
             self.set(f"findings/{self.rank}", [asdict(f) for f in self.findings])
-            self.get("goodbye", 60)
+            self.is_told = True
+            with suppress(Exception):  # rank 0 may leave while we ask
+                self.get("goodbye", 30)
             return
-        for rank in self.present[1:]:
-            told = self.get(f"findings/{rank}", 10)
-            host = cards[self.present.index(rank)]["host"]
-            if told is None:
-                doing = self.get(f"doing/{rank}", 0.1)
-                text = f"rank {rank} on {host} went silent while {doing}"
+        told = self.get_all("findings", [rank for rank in self.hosts if rank], 10)
+        for rank, findings in told.items():
+            if findings is None:
+                doing = self.get(f"doing/{rank}", 0)
+                text = f"rank {rank} on {self.hosts[rank]} went silent while {doing}"
                 self.findings.append(bad("FAIL", "ranks", text, "an answer", "see its log"))
-            for fact in told or []:
-                self.findings.append(Finding(**fact | {"where": fact["where"] or host}))
-        for finding in self.findings:
-            finding.where = finding.where or (HOST if finding.check in PER_HOST else "")
+            self.findings += [Finding(**finding) for finding in findings or []]
         self.set("goodbye", True)
-        time.sleep(0.2)
+        time.sleep(0.5)
 
-    def call_the_roll(self) -> None:
-        """Rank 0: who came, who did not, and who is unlike the others."""
-        deadline, cards = time.monotonic() + MEET_SECONDS, {}
-        while len(cards) < self.world_size and time.monotonic() < deadline:
-            for rank in range(self.world_size):
-                if rank not in cards and self.store.check([f"card/{rank}"]):
-                    cards[rank] = json.loads(self.store.get(f"card/{rank}"))
-            time.sleep(0.02)
-        self.present = sorted(cards)
-        missing = [rank for rank in range(self.world_size) if rank not in cards]
+    def call_the_roll(self) -> dict:
+        """Rank 0: who came, who did not, and who is unlike the others. {rank: (host, address)}"""
+        cards = self.get_all("card", range(self.world_size), MEET_SECONDS)
+        missing = [rank for rank, card in cards.items() if card is None]
+        cards = {rank: card for rank, card in cards.items() if card}
         hosts = hosts_of_job()
         for rank in missing:
             node = rank // self.local_size
             host = hosts[node] if node < len(hosts) else f"node {node}"
             what = f"rank {rank} on {host} did not come within {MEET_SECONDS} s"
+            note = self.notes / f"{rank}.json"
             with suppress(OSError, ValueError):
-                note = json.loads((self.notes / f"{rank}.json").read_text())
-                what = f"rank {rank} on {note['host']} runs, but has not come: {note['doing']}"
+                if note.stat().st_mtime > time.time() - 120:  # not another doctor's
+                    fact = json.loads(note.read_text())
+                    what = f"rank {rank} on {fact['host']} runs, but has not come: {fact['doing']}"
             remedy = f"see the log of {host}; does it reach {self.master}:{self.port}?"
             self.findings.append(bad("FAIL", "ranks", what, "all ranks", remedy))
         if not missing:
             seen = {card["host"] for card in cards.values()}
             told = f"all {self.world_size} came, on {', '.join(sorted(seen))}"
             self.findings.append(ok("ranks", told))
-        self.findings += compare_cards(dict(sorted(cards.items())))
+        self.findings += compare_cards(cards)
+        return {rank: (card["host"], card["way"]["address"]) for rank, card in cards.items()}
 
     # ---- looking
 
@@ -846,7 +870,8 @@ class Rank:
             self.set(f"clock/ask/{self.rank}", 1)
             theirs = self.get(f"clock/answer/{self.rank}", 15)
             way = time.monotonic() - asked
-            self.set(f"clock/off/{self.rank}", theirs and time.time() - way / 2 - theirs)
+            off = theirs and time.time() - way / 2 - theirs
+            self.set(f"clock/off/{self.rank}", off and (0.0 if abs(off) < way else off))
             return
         waiting, deadline = set(others), time.monotonic() + 10
         while waiting and time.monotonic() < deadline:
@@ -857,7 +882,7 @@ class Rank:
             time.sleep(0.002)
         furthest = 0.0
         for host, rank in self.leaders.items():
-            off = self.get(f"clock/off/{rank}", 5) if rank else 0.0
+            off = self.get(f"clock/off/{rank}", max(1, deadline - time.monotonic())) if rank else 0
             furthest = max(furthest, abs(off or 0))
             if off is not None and abs(off) > 2:
                 what = f"{host}'s clock is {off:+.0f} s off that of {HOST}"
@@ -869,40 +894,41 @@ class Rank:
     def share_a_file(self) -> None:
         """Does every node see, in the run directory, what rank 0 writes?"""
         self.say("looking at the run directory")
-        directory = Path(self.args.checkpoint_dir)
+        directory = Path(self.args.checkpoint_dir).absolute()
         if self.rank == 0:
-            token, name = f"{time.time()}", f".doctor_{HOST}_{os.getpid()}"
-            made = not directory.exists()
+            place = directory
+            while not place.exists():
+                place = place.parent  # a name that no node has looked up: NFS remembers those
+            file, token = place / f".doctor_{HOST}_{os.getpid()}", f"{time.time()}"
             try:
-                directory.mkdir(parents=True, exist_ok=True)
-                (directory / name).write_text(token)
+                file.write_text(token)
             except OSError as error:
-                what = f"{directory} cannot be written to ({error.strerror})"
+                what = f"{place} cannot be written to ({error.strerror})"
                 remedy = "choose another --checkpoint-dir"
                 self.findings.append(bad("FAIL", "run directory", what, "it can", remedy))
-                name = ""
-            self.set("file", [name, token])
-            others = {host: rank for host, rank in self.leaders.items() if rank}
-            late = {host: self.get(f"saw/{rank}", 15) for host, rank in others.items()}
-            with suppress(OSError):
-                (directory / name).unlink() if name else None
-                directory.rmdir() if made else None
+                file = None
+            self.set("file", [str(file), token] if file else None)
+            others = [rank for rank in self.leaders.values() if rank]
+            saw = self.get_all("saw", others, 15) if file else {}
+            late = {self.hosts[rank]: seconds for rank, seconds in saw.items()}
+            with suppress(OSError, AttributeError):
+                file.unlink()
             blind = [host for host, seconds in late.items() if seconds is None or seconds < 0]
-            if name and blind:
-                what = f"{directory.absolute()} on {', '.join(blind)} is not that of {HOST}"
+            if blind:
+                what = f"{directory} on {', '.join(blind)} is not that of {HOST}"
                 remedy = "put --checkpoint-dir on a file system that all nodes share"
                 self.findings.append(bad("FAIL", "run directory", what, "one for all", remedy))
-            elif name and late:
+            elif late:
                 told = (
                     f"{directory} is shared; what is written shows after {max(late.values()):.2f} s"
                 )
                 self.findings.append(ok("run directory", told))
             return
-        name, token = self.get("file", 15) or ("", "")
+        file, token = self.get("file", 15) or (None, "")
         began = time.monotonic()
-        while name and time.monotonic() < began + 8:
+        while file and time.monotonic() < began + 10:
             with suppress(OSError):
-                if (directory / name).read_text() == token:
+                if Path(file).read_text() == token:
                     self.set(f"saw/{self.rank}", time.monotonic() - began)
                     return
             time.sleep(0.05)
@@ -911,25 +937,28 @@ class Rank:
     # ---- measuring
 
     def measure_network(self) -> None:
-        """Between pairs of nodes, one after the other: all pairs of a few, of many a ring."""
+        """Between pairs of nodes: all pairs of a few, of many a ring; what is apart, at once."""
         ranks = list(self.leaders.values())
         pairs = [(a, b) for a in ranks for b in ranks if a < b]
         if len(pairs) > 10:
-            pairs = [*zip(ranks, ranks[1:]), (ranks[-1], ranks[0])]
-        for number, pair in enumerate(pairs):
-            if self.rank in pair:
-                self.measure_pair(number, *pair)
-            self.get(f"pair/{number}/done", 3 * MEASURE_SECONDS)
+            pairs = [*zip(ranks, ranks[1:]), (ranks[0], ranks[-1])]
+        for together in rounds(pairs):
+            for pair in together:
+                if self.rank in pair:
+                    self.measure_pair(*pair)
+            for a, b in together:
+                self.get_all(f"pair/{a}-{b}/done", (a, b), 3 * MEASURE_SECONDS)
         if self.rank == 0 and pairs:
             self.judge_network(pairs)
 
-    def measure_pair(self, number: int, a: int, b: int) -> None:
+    def measure_pair(self, a: int, b: int) -> None:
         """a listens, b dials; pings, then as much as goes through in half a second, each way."""
-        key, result = f"pair/{number}", None
+        key, result = f"pair/{a}-{b}", None
         self.say(f"measuring the network between ranks {a} and {b}")
         try:
             if self.rank == a:
-                with socket.create_server((self.card["way"]["address"], 0)) as server:
+                mine = interface_towards(self.addresses[b], 1)["address"]
+                with socket.create_server((mine, 0)) as server:
                     if server.getsockname()[0].startswith("127."):
                         raise OSError("its address is a loopback")
                     server.settimeout(MEASURE_SECONDS)
@@ -950,21 +979,18 @@ class Rank:
                     receive(link)
                 result = {"milliseconds": 1e3 * statistics.median(times), "there": there}
                 result["back"] = self.get(f"{key}/back", MEASURE_SECONDS)
-        except OSError as error:
+        except (OSError, struct.error) as error:
             result = {"error": str(error) or type(error).__name__}
-        if result:
-            self.set(f"{key}/result/{self.rank}", result)
-        if self.rank == b:
-            self.set(f"{key}/done", True)
+        self.set(f"{key}/result/{self.rank}", result)
+        self.set(f"{key}/done/{self.rank}", True)
 
     def judge_network(self, pairs: list[tuple[int, int]]) -> None:
         names = {rank: host for host, rank in self.leaders.items()}
         results = {}
-        for number, (a, b) in enumerate(pairs):
-            told = [self.get(f"pair/{number}/result/{rank}", 0.5) for rank in (b, a)]
-            results[a, b] = next((t for t in told if t and "error" in t), told[0]) or {
-                "error": "no answer"
-            }
+        for a, b in pairs:
+            told = [self.get(f"pair/{a}-{b}/result/{rank}", 0) for rank in (b, a)]
+            errors = [result for result in told if result and "error" in result]
+            results[a, b] = (errors or [told[0] or {"error": "no answer"}])[0]
         self.findings += network_findings(results, names)
 
     def reduce(self) -> None:
@@ -976,35 +1002,43 @@ class Rank:
             try:
                 outcome.update(all_reduce(self))
             except Exception as error:
-                outcome["error"] = str(error).split("\n")[0][:200]
+                outcome["error"] = str(error).strip().split("\n")[-1][:200]
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        thread.join(REDUCE_SECONDS)
+        thread.join(REDUCE_SECONDS + self.world_size / 32)
+        if not outcome.get("seconds") and (words := nccl_warning()):
+            outcome["error"] = words
         self.say("done" if outcome and "error" not in outcome else "in the all_reduce")
         self.set(f"reduced/{self.rank}", outcome)
         if self.rank:
             return
-        outcomes = {rank: self.get(f"reduced/{rank}", 5) for rank in range(self.world_size)}
+        outcomes = self.get_all("reduced", range(self.world_size), 5)
         stuck = [rank for rank, result in outcomes.items() if not result]
         wrong = {rank: r["error"] for rank, r in outcomes.items() if r and "error" in r}
         if stuck or wrong:
             what = f"hangs on ranks {', '.join(map(str, stuck))}" if stuck else ""
             what += "; ".join(f"rank {rank}: {error}" for rank, error in list(wrong.items())[:2])
-            remedy = "NCCL_DEBUG=INFO (LOG_LEVEL=DEBUG) shows where; see docs/TROUBLESHOOTING.md"
+            remedy = "search docs/TROUBLESHOOTING.md for these words; is the network above well?"
             level = bad("FAIL", "all_reduce", what, "sums on all ranks", remedy)
             self.findings.append(level)
         else:
-            self.findings.append(ok("all_reduce", told_of_reduce(outcomes[0], self.world_size)))
+            outcome = outcomes[0]
+            outcome["links"] = sorted({link for o in outcomes.values() for link in o["links"]})
+            self.findings.append(ok("all_reduce", told_of_reduce(outcome, self.world_size)))
 
 
-PER_HOST = "PyTorch GPUs /dev/shm ulimit disk cores environment Python packages".split()
-PER_HOST += ["host name", "GPU memory", "GPU power", "GPU peers", "GPU processes"]
-
-
-def logging_off() -> None:
-    """c10d says in many lines what we say in one."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+def rounds(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The pairs in groups of which nobody is in two: they do not disturb each other."""
+    made: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        busy = [{rank for other in group for rank in other} for group in made]
+        free = next((n for n, ranks in enumerate(busy) if not ranks & set(pair)), None)
+        if free is None:
+            made.append([pair])
+        else:
+            made[free].append(pair)
+    return made
 
 
 def compare_cards(cards: dict[int, dict]) -> list[Finding]:
@@ -1024,9 +1058,10 @@ def compare_cards(cards: dict[int, dict]) -> list[Finding]:
                 continue
             odd, hosts = True, sorted({cards[rank]["host"] for rank in ranks})
             who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(hosts)}"
-            level = "WARN" if what in ("cores per rank", "mtu") else "FAIL"
+            soft = ("cores per rank", "ranks per node", "mtu", "GPU", "visible GPUs")
+            level = "WARN" if what in soft else "FAIL"
             remedy = "all nodes should run the same: one environment and one clone that all share"
-            if what == "cores per rank":
+            if what in soft:
                 remedy = "the slowest rank sets the pace: ask for the same on each node"
             if what == "mtu":
                 remedy = "large packets may be lost between them: ask the admins"
@@ -1121,13 +1156,15 @@ def receive(link: socket.socket) -> float:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.bind((link.getsockname()[0], 0))
         link.sendall(struct.pack("H", udp.getsockname()[1]))
-        link.recv(1)  # all are sent; they wait in the buffer, or come in a moment
-        time.sleep(0.1)
         udp.setblocking(False)
-        came = 0
-        with suppress(BlockingIOError):
-            while udp.recv(64):
-                came += 1
+        came, ended = 0, None
+        while ended is None or time.monotonic() < ended + 0.1:  # the last ones may come later
+            readable, _, _ = select.select([udp] if ended else [udp, link], [], [], 0.1)
+            if udp in readable:
+                came += bool(udp.recv(64))
+            elif link in readable:
+                link.recv(1)
+                ended = time.monotonic()
         link.sendall(struct.pack("H", came))
     way = struct.unpack("d", link.recv(8))[0]
     tail = b""
@@ -1204,10 +1241,10 @@ def all_reduce(rank: Rank) -> dict:
 
     card, cuda = rank.card, rank.card["backend"] == "nccl"
     device = torch.device("cuda", card["index"]) if cuda else torch.device("cpu")
-    log = Path(tempfile.gettempdir(), f"doctor_nccl_{os.getpid()}")
     if cuda:
         torch.cuda.set_device(device)
-        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(nccl_log())}
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # it would end us before we can tell
     elif name_leads_nowhere(card["way"]) and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = card["way"]["interface"]  # as the trainer does
     dist.init_process_group(
@@ -1223,15 +1260,30 @@ def all_reduce(rank: Rank) -> dict:
     if total.item() != rank.world_size * (rank.world_size + 1) / 2:
         raise RuntimeError(f"the sum is wrong: {total.item()}")
     groups = {"all": dist.group.WORLD}
+    nodes = [[r for r, host in rank.hosts.items() if host == name] for name in rank.leaders]
     if rank.world_size > rank.local_size > 1:
-        groups["node"], _ = dist.new_subgroups(rank.local_size)
+        groups["node"], _ = dist.new_subgroups_by_enumeration(nodes)
     seconds = {}
     for name, group in groups.items():
-        for size in (8 << 10, (256 << 20) if cuda else (4 << 20)):
+        for size in (8 << 10, (64 << 20) if cuda else (4 << 20)):
             seconds[f"{name} {size}"] = time_all_reduce(torch, dist, group, size, device)
+    log = nccl_log()
     links = nccl_links(log.read_text(errors="replace")) if log.exists() else []
     log.unlink(missing_ok=True)
-    return {"seconds": seconds, "links": links, "local": rank.local_size}
+    return {"seconds": seconds, "links": links, "local": len(nodes[0])}
+
+
+def nccl_log() -> Path:
+    return Path(tempfile.gettempdir(), f"doctor_nccl_{os.getpid()}")
+
+
+def nccl_warning() -> str:
+    """The last complaint in NCCL's log; "" if there is none."""
+    log, lines = nccl_log(), []
+    with suppress(OSError):
+        lines = re.findall(r"NCCL WARN (.*)", log.read_text(errors="replace"))
+        log.unlink()
+    return lines[-1].strip()[:200] if lines else ""
 
 
 def name_leads_nowhere(way: dict) -> bool:
@@ -1243,7 +1295,9 @@ def name_leads_nowhere(way: dict) -> bool:
 def time_all_reduce(torch, dist, group, size: int, device) -> float:
     """Seconds for one of `size` bytes; the median of a few."""
     data, times, slowest = torch.ones(size // 4, device=device), [], 0.0
+    dist.all_reduce(data, group=group)  # NCCL connects with the first one of each kind
     while len(times) < 7 and slowest < 0.5:
+        data.fill_(1)
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
@@ -1251,17 +1305,17 @@ def time_all_reduce(torch, dist, group, size: int, device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-        data.fill_(1)
         if len(times) == 1:
             slow = torch.tensor(times[0], device=device)
             dist.all_reduce(slow, dist.ReduceOp.MAX, group)  # so that all try as often
             slowest = slow.item()
-    return statistics.median(times[2:] or times)
+    return statistics.median(times)
 
 
 def nccl_links(log: str) -> list[str]:
     """["P2P/CUMEM", "NET/IB"]: what NCCL says its channels go over, in its INFO log."""
-    return sorted(set(re.findall(r"via ((?:P2P|SHM|NET|C2C|NVLS)(?:/\w+)?)", log)))
+    found = re.findall(r"via ((?:P2P|SHM|NET|C2C|NVLS)(?:/\w+)?)(?:/\d+)?(/GDRDMA)?", log)
+    return sorted({link + direct for link, direct in found})
 
 
 def told_of_reduce(outcome: dict, world_size: int) -> str:

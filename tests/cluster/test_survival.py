@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,11 @@ class Job:
         """Some steps of an attempt that began beyond that step, on a saved checkpoint."""
 
         def trains():
-            files = list(self.run.glob("checkpoint_*.json"))
-            return max([json.loads(f.read_text())["step"] for f in files], default=0) > beyond + 20
+            steps = [beyond]
+            for file in self.run.glob("checkpoint_*.json"):
+                with suppress(FileNotFoundError):  # deleted under our eyes
+                    steps.append(json.loads(file.read_text())["step"])
+            return max(steps) > beyond + 20
 
         self.wait(trains)
 
