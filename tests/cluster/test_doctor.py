@@ -108,6 +108,7 @@ def test_a_blocked_port(cluster, repo, tmp_path, plant):
     assert re.search(r"rank 2 on node02 runs, but has not come: .*node01:\d+", lines[0]), text
 
 
+@pytest.mark.long
 def test_a_blocked_port_under_torchrun_s_launcher(cluster, repo, tmp_path, plant):
     plant("node01", *nft("tcp dport 15000-32767 ip saddr 10.77.0.12 drop", "input"))
     seconds, code, _, text = job(cluster, repo, tmp_path / "run", RUN)

@@ -78,7 +78,17 @@ def run(cluster, train_dir):
         process.communicate()
 
 
-@pytest.mark.parametrize("title", SECTIONS)
+# What these do is tested elsewhere too; that the page shows it as it is can wait for a long run.
+CAN_WAIT = ["Slurm, one node, without torchrun", "pdsh", "By hand", "PBS", "The layer beneath"]
+CAN_WAIT += ["By hand, with torch.distributed.launch"]
+
+
+def sections():
+    for title in SECTIONS:
+        yield pytest.param(title, marks=pytest.mark.long if title in CAN_WAIT else ())
+
+
+@pytest.mark.parametrize("title", sections())
 def test_the_guide_shows_what_is_printed_and_all_end_with_the_same_weights(
     run, train_dir, expected, title
 ):

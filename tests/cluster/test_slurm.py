@@ -183,8 +183,15 @@ def test_a_rank_that_fails_ends_the_job_and_its_node_is_named(cluster, repo, tmp
     assert re.search(r"srun: error: (node\d+): task", text)[1] == "node02", text
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("cluster_name", ["cluster", "racks"])  # two ways of following processes
+@pytest.mark.parametrize(
+    ("cluster_name", "launcher"),  # each launcher, and both ways of following processes
+    [
+        ("cluster", LAUNCHERS[0]),
+        ("racks", LAUNCHERS[1]),
+        pytest.param("cluster", LAUNCHERS[1], marks=pytest.mark.long),
+        pytest.param("racks", LAUNCHERS[0], marks=pytest.mark.long),
+    ],
+)
 def test_a_cancelled_job_leaves_nothing(request, repo, tmp_path, tiny, cluster_name, launcher):
     where = request.getfixturevalue(cluster_name)
     shape = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]

@@ -90,7 +90,7 @@ def press_ctrl_c(launch) -> None:
     os.killpg(launch.pid, signal.SIGINT)  # a terminal sends it to all in the foreground
 
 
-@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
 def test_ctrl_c_saves_and_stops_all_nodes_and_the_same_command_goes_on(
     cluster, repo, tmp_path, tiny, launcher
 ):
@@ -185,7 +185,7 @@ def test_a_torchrun_that_is_killed_leaves_nothing_on_any_node(cluster, stubborn)
     cluster.assert_nothing_left(1)
 
 
-@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
 def test_a_killed_launcher_leaves_nothing(cluster, repo, tmp_path, tiny, launcher):
     launch = long_run(cluster, repo, tmp_path, tiny, launcher)
     launch.kill()
@@ -406,6 +406,7 @@ def test_the_smoke_check_finds_a_resume_that_is_not_exact(cluster, repo, tmp_pat
     assert last.startswith("FAIL: resumed at step 10, the weights are others"), text
 
 
+@pytest.mark.long  # the doctor's test and test_claim.py have it too
 def test_a_run_directory_that_the_nodes_do_not_share_is_told(cluster, repo, tmp_path, tiny):
     run = tmp_path / "run"
     run.mkdir()
