@@ -337,15 +337,15 @@ def my_cores() -> int:
 
 
 def cores(_args) -> list[Finding]:
-    mine = my_cores()
-    all_cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or os.cpu_count())
+    mine, all_cores = my_cores(), os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
     if not ranks and "SLURM_STEP_TASKS_PER_NODE" in os.environ:
         ranks = int(re.match(r"\d+", os.environ["SLURM_STEP_TASKS_PER_NODE"])[0])
     seen = f"{mine} of this machine's {all_cores} are this process's"
-    if mine == 1 and all_cores >= 2 * max(1, ranks):
+    share = all_cores // max(1, ranks)
+    if (mine == 1 and share > 1) or (mine == 2 and share > 7):  # a core, or its two threads
         remedy = "srun --cpus-per-task=N (from Slurm 22.05 srun does not take it from sbatch)"
-        return [bad("WARN", "cores", seen, f"{all_cores // max(1, ranks)} per rank", remedy)]
+        return [bad("WARN", "cores", seen, f"{share} per rank", remedy)]
     return [ok("cores", seen)]
 
 
