@@ -78,14 +78,9 @@ def ok(check: str, observed: str) -> Finding:
     return Finding("OK", check, observed)
 
 
-def bad(level: str, check: str, observed: str, expected: str, remedy: str, where="") -> Finding:
-    return Finding(level, check, observed, expected, remedy, where)
-
-
 def main() -> int:
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # c10d says in many lines what we say in one
+    # c10d says in many lines what we say in one.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     args = parse(sys.argv[1:])
     if args.quick:
         return quick(args)
@@ -114,7 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--master-addr", help=argparse.SUPPRESS)
     add("--master-port", type=int, help=argparse.SUPPRESS)
     add("--needs", default="torch", help=argparse.SUPPRESS)
-    args, args.rest = parser.parse_known_args(argv)
+    args, _ = parser.parse_known_args(argv)
     in_config = {}
     if args.config:
         with suppress(OSError):
@@ -172,7 +167,7 @@ def guarded(checks, args) -> list[Finding]:
             findings += check(args)
         except Exception as error:
             what = f"{check.__name__} could not be looked at ({type(error).__name__}: {error})"
-            findings.append(bad("WARN", "doctor", what, "an answer", "look at it yourself"))
+            findings.append(Finding("WARN", "doctor", what, "an answer", "look at it yourself"))
     return findings
 
 
@@ -180,14 +175,14 @@ def software(args) -> list[Finding]:
     version = platform.python_version()
     if missing := missing_packages(args):
         remedy = "pip install -r requirements.txt, or see scripts/site.sh"
-        return [bad("FAIL", "packages", missing, "all of them", remedy)]
+        return [Finding("FAIL", "packages", missing, "all of them", remedy)]
     import torch
 
     numbers = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
     found = f"{torch.__version__}, Python {version}"
     if numbers < (2, 10):
         remedy = "pip install -r requirements.txt"
-        return [bad("FAIL", "PyTorch", found, "2.10 or newer", remedy)]
+        return [Finding("FAIL", "PyTorch", found, "2.10 or newer", remedy)]
     return [ok("PyTorch", found)]
 
 
@@ -238,7 +233,7 @@ def gpus(args) -> list[Finding]:
             what += ": CUDA_VISIBLE_DEVICES is empty"
         remedy = "ask the scheduler for GPUs; or a PyTorch that fits the driver: pytorch.org"
         expected = "some, unless you train on the CPU"
-        return [*findings, bad("WARN", "GPUs", what, expected, remedy)]
+        return [*findings, Finding("WARN", "GPUs", what, expected, remedy)]
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     peers = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
     names = " and ".join(sorted({device.name for device in devices}))
@@ -255,17 +250,17 @@ def gpu_state(index, _, total, free, errors, limit, default) -> list[Finding]:
     if errors.isdigit() and int(errors):
         what = f"GPU {index} has {errors} uncorrected memory errors"
         remedy = "reset it or leave it out: tell the admins"
-        findings.append(bad("FAIL", "GPU memory", what, "none", remedy))
+        findings.append(Finding("FAIL", "GPU memory", what, "none", remedy))
     with suppress(ValueError):
         if float(free) < 0.8 * float(total):
             what = f"GPU {index} has only {free} of {total} MiB free"
             remedy = "is another job on it? See nvidia-smi"
-            findings.append(bad("WARN", "GPU memory", what, "nearly all", remedy))
+            findings.append(Finding("WARN", "GPU memory", what, "nearly all", remedy))
     with suppress(ValueError):
         if float(limit) < 0.9 * float(default):
             what = f"GPU {index} is capped at {limit} of {default} W"
             remedy = f"nvidia-smi -i {index} -pl {default}, or ask the admins"
-            findings.append(bad("WARN", "GPU power", what, "its default", remedy))
+            findings.append(Finding("WARN", "GPU power", what, "its default", remedy))
     return findings
 
 
@@ -279,7 +274,7 @@ def gpu_processes(mine: set[str]) -> list[Finding]:
             continue
         what = f"process {pid} ({owner[:60] or 'unknown'}) holds {used} MiB on {gpu[:12]}"
         remedy = f"if it is yours and left over: kill {pid}"
-        findings.append(bad("WARN", "GPU processes", what, "none before a launch", remedy))
+        findings.append(Finding("WARN", "GPU processes", what, "none before a launch", remedy))
     return findings
 
 
@@ -290,7 +285,7 @@ def shared_memory(_args) -> list[Finding]:
     seen = f"{gib(usage.free)} of {gib(usage.total)} free"
     if usage.free < GIB:
         remedy = "DataLoader workers and NCCL need it: docker run --shm-size=8g, or empty /dev/shm"
-        return [bad("WARN", "/dev/shm", seen, "1 GiB or more", remedy)]
+        return [Finding("WARN", "/dev/shm", seen, "1 GiB or more", remedy)]
     return [ok("/dev/shm", seen)]
 
 
@@ -306,7 +301,7 @@ def limits(_args) -> list[Finding]:
         seen.append(f"{name} {'unlimited' if soft < 0 else soft}")
         if 0 <= soft < least:
             remedy += " (in scripts/site.sh), or ask the admins"
-            findings.append(bad("WARN", "ulimit", seen[-1], f"{least} or more", remedy))
+            findings.append(Finding("WARN", "ulimit", seen[-1], f"{least} or more", remedy))
     return findings or [ok("ulimit", ", ".join(seen))]
 
 
@@ -314,38 +309,47 @@ def disks(args) -> list[Finding]:
     findings, seen = [], []
     places = {"run directory": Path(args.checkpoint_dir), "temporary files": tempfile.gettempdir()}
     for what, place in places.items():
-        place = Path(place).absolute()
-        while not place.exists():
-            place = place.parent  # where it will be made
+        place = nearest(Path(place))
         usage = shutil.disk_usage(place)
         said = f"{what} {place}: {gib(usage.free)} free"
         seen.append(said)
         if not os.access(place, os.W_OK):
             remedy = "choose another --checkpoint-dir, or TMPDIR"
-            findings.append(bad("FAIL", "disk", f"{what} {place} is not writable", "it is", remedy))
+            findings.append(
+                Finding("FAIL", "disk", f"{what} {place} is not writable", "it is", remedy)
+            )
         elif usage.free < 100 << 20:
             remedy = "delete what is not needed, or choose another place"
-            findings.append(bad("FAIL", "disk", f"{said}: it is full", "5 GiB or more", remedy))
+            findings.append(Finding("FAIL", "disk", f"{said}: it is full", "5 GiB or more", remedy))
         elif usage.free < 2 * GIB:
             remedy = "a checkpoint needs three times the model (with --keep 3, nine times)"
-            findings.append(bad("WARN", "disk", said, "2 GiB or more", remedy))
+            findings.append(Finding("WARN", "disk", said, "2 GiB or more", remedy))
     return findings or [ok("disk", "; ".join(seen))]
+
+
+def nearest(place: Path) -> Path:
+    """The place itself, or the directory that it will be made in."""
+    place = place.absolute()
+    return place if place.exists() else nearest(place.parent)
 
 
 def my_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def tasks_per_node() -> int:
+    """Of this Slurm step; 0 outside of one."""
+    return int(re.match(r"\d*", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))[0] or 0)
+
+
 def cores(_args) -> list[Finding]:
     mine, all_cores = my_cores(), os.cpu_count()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
-    if not ranks and "SLURM_STEP_TASKS_PER_NODE" in os.environ:
-        ranks = int(re.match(r"\d+", os.environ["SLURM_STEP_TASKS_PER_NODE"])[0])
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or tasks_per_node() or 1)
     seen = f"{mine} of this machine's {all_cores} are this process's"
-    share = all_cores // max(1, ranks)
+    share = all_cores // ranks
     if (mine == 1 and share > 1) or (mine == 2 and share > 7):  # a core, or its two threads
         remedy = "srun --cpus-per-task=N (from Slurm 22.05 srun does not take it from sbatch)"
-        return [bad("WARN", "cores", seen, f"{share} per rank", remedy)]
+        return [Finding("WARN", "cores", seen, f"{share} per rank", remedy)]
     return [ok("cores", seen)]
 
 
@@ -354,13 +358,13 @@ def name_of_host(_args) -> list[Finding]:
         addresses = {info[4][0] for info in socket.getaddrinfo(HOST, None)}
     except OSError as error:
         remedy = f"a line in /etc/hosts: ADDRESS {HOST}"
-        return [bad("WARN", "host name", f"{HOST} is unknown ({error})", "an address", remedy)]
+        return [Finding("WARN", "host name", f"{HOST} is unknown ({error})", "an address", remedy)]
     seen = f"{HOST} is {', '.join(sorted(addresses))}"
     loops = all(a.startswith("127.") or a == "::1" or "::ffff:127." in a for a in addresses)
     if loops and others_to_reach():
         remedy = f"in /etc/hosts, {HOST} should be its own address (Debian writes 127.0.1.1); gloo"
         remedy += " and c10d rendezvous take what stands there. Until then: GLOO_SOCKET_IFNAME=eth0"
-        return [bad("WARN", "host name", f"{seen}: this machine itself", "an address", remedy)]
+        return [Finding("WARN", "host name", f"{seen}: this machine itself", "an address", remedy)]
     return [ok("host name", seen)]
 
 
@@ -399,12 +403,14 @@ def environment(_args) -> list[Finding]:
         now = os.environ.get(name)
         if not now or not re.fullmatch(value, now) or (debug and name.endswith("DEBUG")):
             continue
-        findings.append(bad("WARN", "environment", f"{name}={now}: {why}", "unset", remedy))
+        findings.append(Finding("WARN", "environment", f"{name}={now}: {why}", "unset", remedy))
     here = {name for _, name in socket.if_nameindex()}
     for name in (os.environ.get("GLOO_SOCKET_IFNAME") or "").split(","):
         if name and name != "lo" and not name.startswith("^") and name not in here:
             what = f"GLOO_SOCKET_IFNAME={name}, but the interfaces are {', '.join(sorted(here))}"
-            findings.append(bad("FAIL", "environment", what, "one of them", "unset it, or mend it"))
+            findings.append(
+                Finding("FAIL", "environment", what, "one of them", "unset it, or mend it")
+            )
     return findings or [ok("environment", "nothing in it that slows or breaks a training")]
 
 
@@ -426,7 +432,7 @@ def launch_script(path: Path) -> list[Finding]:
 
     def complain(level, line, what, expected, remedy):
         where = f"{path.name}:{line}"
-        findings.append(bad(level, "launch scripts", what, expected, remedy, where))
+        findings.append(Finding(level, "launch scripts", what, expected, remedy, where))
 
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"#\s+(SBATCH|PBS)\s+-", line) or re.match(r"##(SBATCH|PBS)\s", line):
@@ -470,30 +476,37 @@ def data(args) -> list[Finding]:
         return [ok("data", f"{args.dataset} is in {folder}")]
     if args.dataset == "imagefolder":
         remedy = "--data-dir DIR with DIR/train/CLASS/ and DIR/val/CLASS/"
-        return [bad("FAIL", "data", f"{folder} is not there", "it is", remedy)]
+        return [Finding("FAIL", "data", f"{folder} is not there", "it is", remedy)]
     remedy = "the training downloads it; where there is no network, copy it there"
-    return [bad("WARN", "data", f"{folder} is not there", "it is", remedy)]
+    return [Finding("WARN", "data", f"{folder} is not there", "it is", remedy)]
 
 
 # ------------------------------------------------------------------------- BEFORE EACH LAUNCH
 
 
-def quick(args) -> int:
-    """For cluster_train.sh: what would make this node's workers fail. Prints the number of GPUs.
+class Refused(Exception):
+    """A launch that would fail: (what is wrong, what to do, its cause for supervise.py)."""
 
-    PyTorch is imported only where there are GPUs: on others it would cost seconds for nothing.
-    """
-    findings = [f for f in quick_checks(args) if f.level != "OK"]
-    failures = [f for f in findings if f.check == "launch"]  # only what surely fails refuses
-    for finding in failures[:1] or findings:
-        text = f"{finding.observed}: {finding.remedy}" if finding.remedy else finding.observed
-        kind = "doctor.py: error" if failures else "WARNING"
-        print(f"{kind}: {HOST}: {text}", file=sys.stderr, flush=True)
-    if failures:
-        record_failure(failures[0].expected, failures[0].observed)
-        return 2
+    def __init__(self, text: str, remedy: str = "", cause: str = "configuration"):
+        super().__init__(f"{text}: {remedy}" if remedy else text)
+        self.text, self.cause = text, cause
+
+
+def quick(args) -> int:
+    """For cluster_train.sh: what would make this node's workers fail. Prints the number of GPUs."""
     try:
-        print(quick.gpus, flush=True)
+        visible = check_launch(args)
+    except Refused as refusal:
+        print(f"doctor.py: error: {HOST}: {refusal}", file=sys.stderr, flush=True)
+        record_failure(refusal.cause, refusal.text)
+        return 2
+    checks = [environment, shared_memory] + [gpus] * bool(gpu_devices())
+    for finding in guarded(checks, args):
+        if finding.level != "OK":
+            text = f"{finding.observed}: {finding.remedy}"
+            print(f"WARNING: {HOST}: {text}", file=sys.stderr, flush=True)
+    try:
+        print(visible, flush=True)
     except BrokenPipeError:  # who asked was told to stop
         os._exit(2)
     return 0
@@ -506,27 +519,27 @@ def record_failure(cause: str, reason: str) -> None:
             json.dump({"cause": cause, "reason": reason, "host": HOST}, first)
 
 
-def quick_checks(args) -> list[Finding]:
-    def fail(text, remedy="", cause="configuration"):
-        return [Finding("FAIL", "launch", text, cause, remedy)]
+def check_launch(args) -> int:
+    """The number of visible GPUs; or raises Refused.
 
+    PyTorch is imported only where there are GPUs: on others it would cost seconds for nothing.
+    """
     if missing := missing_packages(args):
-        return fail(missing, "pip install -r requirements.txt, or scripts/site.sh")
-    quick.gpus, findings = 0, guarded([environment, shared_memory], args)
+        raise Refused(missing, "pip install -r requirements.txt, or scripts/site.sh")
+    visible = 0
     if gpu_devices():
         import torch
 
-        quick.gpus = torch.cuda.device_count()
-        findings += guarded([gpus], args)
-    workers = args.nproc_per_node or quick.gpus or 1
-    if args.distributed_backend == "nccl" and quick.gpus < workers:
-        return fail(f"{workers} workers for nccl, but {quick.gpus} visible GPUs")
+        visible = torch.cuda.device_count()
+    workers = args.nproc_per_node or visible or 1
+    if args.distributed_backend == "nccl" and visible < workers:
+        raise Refused(f"{workers} workers for nccl, but {visible} visible GPUs")
     master, port, nodes = args.master_addr, args.master_port, args.nnodes
     remedy = "set MASTER_ADDR to an address of it"
     try:
         address = socket.getaddrinfo(master, port, type=socket.SOCK_STREAM)[0][4]
     except OSError as error:
-        return fail(f"master {master} is unknown here ({error.strerror})", remedy)
+        raise Refused(f"master {master} is unknown here ({error.strerror})", remedy) from None
     if nodes > 1 and args.node_rank == 0:
         kind = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         with socket.socket(kind) as probe:
@@ -536,21 +549,21 @@ def quick_checks(args) -> list[Finding]:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     text = f"port {port} is busy here, on the master"
-                    return fail(text, "set another MASTER_PORT on all nodes", "port")
+                    raise Refused(text, "set another MASTER_PORT on all nodes", "port") from None
                 text = f"node rank 0 is here, but master {master} ({address[0]}) is not"
-                return fail(f"{text}: {error.strerror}", "")
+                raise Refused(f"{text}: {error.strerror}") from None
     elif nodes > 1:
         if address[0].startswith("127."):
             text = f"master {master} is {address[0]} here, this node itself"
-            return fail(text, "set MASTER_ADDR to an address that all nodes reach")
+            raise Refused(text, "set MASTER_ADDR to an address that all nodes reach")
         try:
             socket.create_connection(address[:2], timeout=10).close()
         except ConnectionRefusedError:
             pass  # it answers; its store comes up in a moment
         except OSError as error:
             text = f"cannot reach master {master} ({address[0]}): {error.strerror or error}"
-            return fail(text, "", "node lost")
-    return findings
+            raise Refused(text, cause="node lost") from None
+    return visible
 
 
 # ------------------------------------------------------------------------------ ALL OF A JOB
@@ -589,7 +602,7 @@ def rank_of_launch() -> tuple[int, int, int, int, str, int] | None:
     if step >= 0xFFFFFFF0 or ("SLURM_PTY_PORT" in env and os.isatty(0)):
         return None
     numbers = [env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"]]
-    numbers.append(re.match(r"\d+", env["SLURM_STEP_TASKS_PER_NODE"])[0])
+    numbers.append(tasks_per_node())
     port = env.get("MASTER_PORT") or str(15000 + (16 * int(env["SLURM_JOB_ID"]) + step) % 15000)
     master = env.get("MASTER_ADDR") or (hosts_of_job() or ["localhost"])[0]
     return (*map(int, numbers), master, int(port))
@@ -603,7 +616,7 @@ def hosts_of_job() -> list[str]:
     with suppress(OSError, KeyError):
         lines = Path(os.environ["PBS_NODEFILE"]).read_text().split()
         return list(dict.fromkeys(lines))
-    return os.environ.get("HOSTS", "").split()
+    return []
 
 
 def interface_towards(host: str, port: int) -> dict:
@@ -650,11 +663,12 @@ class Rank:
             self.card = self.make_card()
             if self.meet():
                 self.say("looking at this machine")
-                mine = local_checks(self.args) if self.local_rank == 0 else cores(self.args)
-                for finding in mine:
+                if self.local_rank == 0:
+                    self.findings += local_checks(self.args)
+                else:
+                    self.findings += [f for f in cores(self.args) if f.level != "OK"]
+                for finding in self.findings:
                     finding.where = HOST
-                keep_ok = self.local_rank == 0
-                self.findings += [f for f in mine if keep_ok or f.level != "OK"]
                 if self.rank == 0:
                     self.findings += guarded([launch_scripts, data], self.args)
                 self.exchange()
@@ -662,7 +676,7 @@ class Rank:
             first = str(error).strip().split("\n")[0][:200]
             what = f"rank {self.rank} on {HOST} failed while {self.doing}"
             what += f" ({type(error).__name__}: {first})"
-            self.findings.append(bad("FAIL", "doctor", what, "an answer", "see its log"))
+            self.findings.append(Finding("FAIL", "doctor", what, "an answer", "see its log"))
             if self.card is None:
                 self.findings += local_checks(self.args)  # they may say why
         finally:
@@ -774,7 +788,7 @@ class Rank:
             remedy = (
                 "is MASTER_ADDR an address of rank 0's node, the port free, no firewall between?"
             )
-            self.findings.append(bad("FAIL", "meeting", text, "a store", remedy))
+            self.findings.append(Finding("FAIL", "meeting", text, "a store", remedy))
             return False
         self.set(f"card/{self.rank}", self.card)
         self.say("waiting for rank 0")
@@ -801,7 +815,7 @@ class Rank:
         present = self.get("present", 2 * MEET_SECONDS + 10)
         if present is None or str(self.rank) not in present:
             text = f"rank {self.rank} on {HOST} was not called by rank 0 on {self.master}"
-            self.findings.append(bad("FAIL", "meeting", text, "it is", "see the log of rank 0"))
+            self.findings.append(Finding("FAIL", "meeting", text, "it is", "see the log of rank 0"))
             return
         self.hosts = {int(rank): host for rank, (host, _) in present.items()}
         self.addresses = {int(rank): address for rank, (_, address) in present.items()}
@@ -830,7 +844,7 @@ class Rank:
             if findings is None:
                 doing = self.get(f"doing/{rank}", 0)
                 text = f"rank {rank} on {self.hosts[rank]} went silent while {doing}"
-                self.findings.append(bad("FAIL", "ranks", text, "an answer", "see its log"))
+                self.findings.append(Finding("FAIL", "ranks", text, "an answer", "see its log"))
             self.findings += [Finding(**finding) for finding in findings or []]
         self.set("goodbye", True)
         time.sleep(0.5)
@@ -851,7 +865,7 @@ class Rank:
                     fact = json.loads(note.read_text())
                     what = f"rank {rank} on {fact['host']} runs, but has not come: {fact['doing']}"
             remedy = f"see the log of {host}; does it reach {self.master}:{self.port}?"
-            self.findings.append(bad("FAIL", "ranks", what, "all ranks", remedy))
+            self.findings.append(Finding("FAIL", "ranks", what, "all ranks", remedy))
         if not missing:
             seen = {card["host"] for card in cards.values()}
             told = f"all {self.world_size} came, on {', '.join(sorted(seen))}"
@@ -887,7 +901,7 @@ class Rank:
             if off is not None and abs(off) > 2:
                 what = f"{host}'s clock is {off:+.0f} s off that of {HOST}"
                 remedy = "deadlines and file times will be wrong: start chrony or ntpd there"
-                self.findings.append(bad("WARN", "clocks", what, "less than 2 s", remedy))
+                self.findings.append(Finding("WARN", "clocks", what, "less than 2 s", remedy))
         if furthest <= 2 and others:
             self.findings.append(ok("clocks", f"{furthest:.2f} s apart at most"))
 
@@ -896,16 +910,14 @@ class Rank:
         self.say("looking at the run directory")
         directory = Path(self.args.checkpoint_dir).absolute()
         if self.rank == 0:
-            place = directory
-            while not place.exists():
-                place = place.parent  # a name that no node has looked up: NFS remembers those
+            place = nearest(directory)  # a file no node has looked for yet: NFS remembers those
             file, token = place / f".doctor_{HOST}_{os.getpid()}", f"{time.time()}"
             try:
                 file.write_text(token)
             except OSError as error:
                 what = f"{place} cannot be written to ({error.strerror})"
                 remedy = "choose another --checkpoint-dir"
-                self.findings.append(bad("FAIL", "run directory", what, "it can", remedy))
+                self.findings.append(Finding("FAIL", "run directory", what, "it can", remedy))
                 file = None
             self.set("file", [str(file), token] if file else None)
             others = [rank for rank in self.leaders.values() if rank]
@@ -917,7 +929,7 @@ class Rank:
             if blind:
                 what = f"{directory} on {', '.join(blind)} is not that of {HOST}"
                 remedy = "put --checkpoint-dir on a file system that all nodes share"
-                self.findings.append(bad("FAIL", "run directory", what, "one for all", remedy))
+                self.findings.append(Finding("FAIL", "run directory", what, "one for all", remedy))
             elif late:
                 told = (
                     f"{directory} is shared; what is written shows after {max(late.values()):.2f} s"
@@ -1020,7 +1032,7 @@ class Rank:
             what = f"hangs on ranks {', '.join(map(str, stuck))}" if stuck else ""
             what += "; ".join(f"rank {rank}: {error}" for rank, error in list(wrong.items())[:2])
             remedy = "search docs/TROUBLESHOOTING.md for these words; is the network above well?"
-            level = bad("FAIL", "all_reduce", what, "sums on all ranks", remedy)
+            level = Finding("FAIL", "all_reduce", what, "sums on all ranks", remedy)
             self.findings.append(level)
         else:
             outcome = outcomes[0]
@@ -1065,7 +1077,9 @@ def compare_cards(cards: dict[int, dict]) -> list[Finding]:
                 remedy = "the slowest rank sets the pace: ask for the same on each node"
             if what == "mtu":
                 remedy = "large packets may be lost between them: ask the admins"
-            findings.append(bad(level, "same everywhere", f"{what} is {value}", right, remedy, who))
+            findings.append(
+                Finding(level, "same everywhere", f"{what} is {value}", right, remedy, who)
+            )
     by_gpu: dict = {}
     for rank, card in cards.items():
         if card["uuid"]:
@@ -1074,7 +1088,7 @@ def compare_cards(cards: dict[int, dict]) -> list[Finding]:
         if len(ranks) > 1:
             what = f"ranks {', '.join(map(str, ranks))} share {uuid[:16]}"
             remedy = "as many processes as GPUs on each node; device = LOCAL_RANK"
-            findings.append(bad("FAIL", "one GPU each", what, "a GPU each", remedy, host))
+            findings.append(Finding("FAIL", "one GPU each", what, "a GPU each", remedy, host))
     if not odd and len(cards) > 1:
         told = ", ".join(f"{what} {value}" for what, value in list(cards[0]["same"].items())[:4])
         findings.append(ok("same everywhere", told))
@@ -1123,7 +1137,7 @@ def answer_pings(link: socket.socket) -> None:
         link.sendall(b"p")
 
 
-DATAGRAMS = 200  # fit into a socket's buffer
+DATAGRAMS = 200  # to count lost ones by
 
 
 def send(link: socket.socket, way: float) -> dict:
@@ -1187,7 +1201,7 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
         remedy = (
             "gloo and NCCL open ports of their own between nodes: no firewall inside the cluster"
         )
-        findings.append(bad("FAIL", check, what, "a connection", remedy))
+        findings.append(Finding("FAIL", check, what, "a connection", remedy))
     lossy: dict = {}
     slow = {pair: r["milliseconds"] for pair, r in fine.items()}
     usual = min(slow.values(), default=0.0)
@@ -1200,7 +1214,7 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
             who = names[culprit]
             what += " to each of the others"
         remedy = "not the cluster's own network? See `ip route get`; or leave the node out"
-        findings.append(bad("WARN", check, what, "less than 1 ms", remedy, who))
+        findings.append(Finding("WARN", check, what, "less than 1 ms", remedy, who))
     for (a, b), r in fine.items():
         for sender, receiver, way in ((b, a, r["there"]), (a, b, r["back"])):
             if way and 0.01 < way["lost"] < 1:  # all of them: a filter, which TCP does not mind
@@ -1209,7 +1223,7 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
         to = ", ".join(names[receiver] for receiver in shares)
         what = f"of the packets that it sends to {to}, {max(shares.values()):.1%} are lost"
         remedy = "a bad cable or port, or a full switch: leave the node out, tell the admins"
-        findings.append(bad("WARN", check, what, "none", remedy, names[sender]))
+        findings.append(Finding("WARN", check, what, "none", remedy, names[sender]))
     if fine and not findings:
         gbit = [way["gbit"] for r in fine.values() for way in (r["there"], r["back"]) if way]
         slowest = min(fine, key=lambda pair: fine[pair]["there"]["gbit"])

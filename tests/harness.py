@@ -5,6 +5,7 @@ from it, with its own environment and standard streams, over gloo; nothing of th
 replaced. Tests of the command line (`python train_distributed.py`, torchrun) start from scratch.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -93,6 +94,15 @@ def copy_repository(to: Path) -> Path:
     """As a fresh clone would be, with what is not committed yet."""
     ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
     return shutil.copytree(REPO, to, symlinks=True, ignore=ignore)
+
+
+def load(path: Path):
+    """The module in that file, under its name there."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def free_port() -> int:

@@ -1,6 +1,5 @@
 """The patches of docs/make_it_yours: each applies, and what it makes of the trainer trains."""
 
-import importlib.util
 import json
 import os
 import re
@@ -9,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO, context
+from harness import REPO, context, load
 from torchvision.datasets import MNIST
 
 PATCHES = REPO / "docs/make_it_yours"
@@ -20,11 +19,7 @@ def run_copy(path: str, argv: list[str], log: str) -> None:
     """A trainer other than the repository's, in a process that has imported torch already."""
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    spec = importlib.util.spec_from_file_location("train_distributed", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_distributed"] = module
-    spec.loader.exec_module(module)
-    sys.exit(module.main(argv))
+    sys.exit(load(Path(path)).main(argv))
 
 
 def patched(tmp_path: Path, name: str) -> Path:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from harness import REPO
+from harness import REPO, load
 from test_stop import FOREVER, wait_for_step
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
@@ -151,11 +151,7 @@ def test_a_second_supervisor_leaves_the_ledger_of_the_first_alone(tmp_path, tiny
 
 
 def test_the_run_directory_is_found_in_the_command_or_its_config(tmp_path):
-    sys.path.insert(0, str(REPO / "scripts"))
-    try:
-        from supervise import run_directory_of
-    finally:
-        sys.path.pop(0)
+    run_directory_of = load(SUPERVISE).run_directory_of
     config = tmp_path / "my config.yaml"
     config.write_text("epochs: 3\ncheckpoint_dir: 'runs/x'  # here\n")
     assert run_directory_of(["a.sh", str(config), "2"]) == "runs/x"
