@@ -197,6 +197,7 @@ def test_ctrl_c_saves_even_if_a_launcher_passes_it_on_again(tmp_path, tiny):
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path, tiny):
     run = tmp_path / "run"
-    slow = [*tiny, "--epochs=1", "--model=resnet50", "--image-size=96", "--batch-size=203"]
-    result = launch(run, 1, *slow, during=once_it_trains(run, 0.1, 1.2, press=ctrl_c))
+    long = "import time, train_distributed; train_distributed.train_step = lambda *_: time.sleep(60)"
+    pressed = once_it_trains(run, 0.1, 1.2, press=ctrl_c)
+    result = launch(run, 1, *tiny, "--epochs=1", before=long, during=pressed)
     assert result.codes == [-signal.SIGINT]
