@@ -114,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("run").add_argument
     add("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
     add("--print-config", action="store_true", help="print the resolved options and exit")
+    add("--plan", action="store_true", help="start nothing: what --nodes would take (plan.py)")
     add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
     add("--resume", default="auto", help="auto: go on from the newest checkpoint; none; FILE.pt")
     add("--overwrite", action=switch, default=False, help="--resume none or FILE may delete a run")
@@ -221,9 +222,9 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("es" if noun[-1] in "sh" else "s") * (number != 1)
 
 
-def parse_config(argv: list[str]) -> argparse.Namespace:
+def parse_config(argv: list[str], parser: "Parser | None" = None) -> argparse.Namespace:
     """Options, resolved in the order default < config file < command line."""
-    parser = build_parser()
+    parser = parser or build_parser()
     cfg = parser.parse_args(argv)
     if not cfg.config:
         return cfg
@@ -258,7 +259,7 @@ def config_file_words(path: str, parser: Parser) -> list[str]:
 
 
 def config_as_yaml(cfg: argparse.Namespace) -> str:
-    hidden = ("config", "print_config", "local_rank")
+    hidden = ("config", "print_config", "plan", "local_rank")
     return yaml.safe_dump({k: v for k, v in vars(cfg).items() if k not in hidden}, sort_keys=False)
 
 
@@ -1677,15 +1678,19 @@ def start_or_resume(cfg, world: World, claim, stop: StopWishes, progress: Progre
     return run, chosen
 
 
-def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> None:
-    """The batch equation in words, and where the run begins."""
-    sampler, ranks, step = run.sampler, run.world.world_size, progress.global_step
+def batch_equation(batch_size: int, sampler: MicroBatchSampler, ranks: int) -> str:
     each = sorted({sampler.per_step // ranks, -(-sampler.per_step // ranks)})
-    print(
-        f"Global batch {run.cfg.global_batch_size} = {count(sampler.per_step, 'micro-batch')} of "
-        f"{run.cfg.batch_size}, {' or '.join(map(str, each))} on each of {count(ranks, 'rank')}; "
+    return (
+        f"Global batch {sampler.global_batch_size} = {count(sampler.per_step, 'micro-batch')} of "
+        f"{batch_size}, {' or '.join(map(str, each))} on each of {count(ranks, 'rank')}; "
         f"{count(sampler.steps_per_epoch, 'step')} per epoch of {sampler.samples} samples"
     )
+
+
+def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> None:
+    """The batch equation, and where the run begins."""
+    step = progress.global_step
+    print(batch_equation(run.cfg.batch_size, run.sampler, run.world.world_size))
     if step >= goal:
         more = "--stop-at-step" if run.cfg.stop_at_step == goal else "--epochs"
         print(f"Nothing to do: {chosen} is at step {step} of {goal}; a larger {more} would go on")
@@ -1694,14 +1699,25 @@ def print_plan(run: Run, chosen: str | None, progress: Progress, goal: int) -> N
     sys.stdout.flush()
 
 
+def plan_instead(words: list[str]) -> None:
+    """Become scripts/plan.py, which has options of its own."""
+    plan = Path(__file__).resolve().parent / "scripts" / "plan.py"
+    if not plan.exists():
+        raise UserError(f"--plan needs {plan}: copy it from the repository")
+    os.execv(sys.executable, [sys.executable, str(plan), *words])
+
+
 def main(argv: list[str] | None = None) -> int:
     # Until training listens for it, Ctrl-C simply ends the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # Should torchrun die of a signal, its workers would run on unseen: let them stop as well.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    words = sys.argv[1:] if argv is None else argv
     try:
-        cfg = parse_config(sys.argv[1:] if argv is None else argv)
+        if "--plan" in words:
+            plan_instead(words)
+        cfg = parse_config(words)
         if cfg.print_config:
             print(config_as_yaml(cfg), end="")
             return 0

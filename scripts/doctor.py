@@ -65,6 +65,7 @@ class Finding:
     expected: str = ""
     remedy: str = ""
     where: str = ""  # hosts or ranks; "": here
+    data: dict | None = None  # figures, for programs
 
     def __str__(self) -> str:
         where = f"{self.where}: " if self.where else ""
@@ -1037,7 +1038,9 @@ class Rank:
         else:
             outcome = outcomes[0]
             outcome["links"] = sorted({link for o in outcomes.values() for link in o["links"]})
-            self.findings.append(ok("all_reduce", told_of_reduce(outcome, self.world_size)))
+            finding = ok("all_reduce", told_of_reduce(outcome, self.world_size))
+            finding.data = outcome | {"ranks": self.world_size}  # scripts/plan.py reads it
+            self.findings.append(finding)
 
 
 def rounds(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

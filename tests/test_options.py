@@ -270,7 +270,7 @@ def test_default_config_documents_every_key_and_changes_nothing():
     text = (REPO / "configs/default_config.yaml").read_text()
     keys = yaml.safe_load(text).keys()
     cfg = train_distributed.parse_config(["--config=" + str(REPO / "configs/default_config.yaml")])
-    hidden = {"config", "print_config", "local_rank"}
+    hidden = {"config", "print_config", "plan", "local_rank"}
     assert keys == vars(cfg).keys() - hidden
     assert vars(cfg) | {"config": None} == vars(train_distributed.parse_config([]))
     for line in text.splitlines():

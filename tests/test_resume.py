@@ -197,7 +197,9 @@ def test_ctrl_c_saves_even_if_a_launcher_passes_it_on_again(tmp_path, tiny):
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path, tiny):
     run = tmp_path / "run"
-    long = "import time, train_distributed; train_distributed.train_step = lambda *_: time.sleep(60)"
+    long = (
+        "import time, train_distributed; train_distributed.train_step = lambda *_: time.sleep(60)"
+    )
     pressed = once_it_trains(run, 0.1, 1.2, press=ctrl_c)
     result = launch(run, 1, *tiny, "--epochs=1", before=long, during=pressed)
     assert result.codes == [-signal.SIGINT]

@@ -205,15 +205,15 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     cluster, repo, tmp_path, tiny, style
 ):
     """Slurm's shortest time limit is a minute."""
-    options = [*tiny, "--epochs=400", "--global-batch-size=48"]
+    options = [*tiny, "--epochs=200", "--global-batch-size=48"]
     job = Job(cluster, repo, tmp_path / "run", style, options, "--time=1")
     assert job.wait(lambda: job.facts()["JobState"] == "COMPLETED", 600)
     causes = [(attempt["cause"], attempt["reason"]) for attempt in job.ledger()]
     assert len(causes) > 1 and set(causes[:-1]) == {("stopped", "time limit")}
     assert sum(attempt["recomputed"] for attempt in job.ledger()) == 0
     straight = train(tmp_path / "straight", 4, *options, timeout=600)
-    end = torch.load(job.run / "checkpoint_epoch_400.pt", weights_only=True)
-    assert_same_state(end, straight.checkpoint("checkpoint_epoch_400"))
+    end = torch.load(job.run / "checkpoint_epoch_200.pt", weights_only=True)
+    assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))
 
 
 @long

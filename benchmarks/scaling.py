@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Predicted and measured: the all_reduce of --plan against gloo's, on links of known speed.
+
+    sudo python benchmarks/scaling.py             # a Markdown table, and scaling.png; 5 minutes
+
+Hosts are network namespaces of this machine on a bridge, a rank on each, their links slowed down
+by `tc` (token buckets) to --mbits; so 2 to 16 hosts fit on two cores. Predictions take the
+bandwidth from that setting, the latency of a hop from a small all_reduce on 2 hosts; all the rest
+is the formula in scripts/plan.py. The second part runs 2 to 32 processes on one host, whose
+links are one memory: there the bandwidth of 2 processes is shared among all.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "scripts"))
+
+SMALL, SIZES = (
+    8 << 10,
+    (256 << 10, 1 << 20, 4_800_000),
+)  # bytes; the last: SimpleConvNet's gradients
+PAYLOAD = 1448 / 1514  # of a full Ethernet frame: what is not headers of TCP, IP and Ethernet
+
+
+def worker() -> None:
+    """One rank: the median seconds of an all_reduce, by size."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    seconds = {}
+    for size in (SMALL, *SIZES):
+        data, times = torch.zeros(size // 4), []
+        for _ in range(3 if size == SIZES[-1] else 7):
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(data)
+            slowest = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times.append(slowest.item())
+        seconds[size] = statistics.median(times)
+    if dist.get_rank() == 0:
+        print(json.dumps(seconds), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@contextmanager
+def hosts(number: int, mbits: float):
+    """So many namespaces on a bridge of another; what each sends is limited. Yields their names."""
+    tag = f"plan{os.getpid()}"
+    names = [f"{tag}h{n}" for n in range(number)]
+    switch = f"{tag}s"
+    try:
+        run("ip", "netns", "add", switch)
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for n, name in enumerate(names):
+            run("ip", "netns", "add", name)
+            peer = ("peer", "name", f"port{n}", "netns", switch)
+            run("ip", "-n", name, "link", "add", "eth0", "type", "veth", *peer)
+            run("ip", "-n", switch, "link", "set", f"port{n}", "master", "bridge", "up")
+            run("ip", "-n", name, "address", "add", f"10.111.0.{n + 1}/24", "dev", "eth0")
+            run("ip", "-n", name, "link", "set", "eth0", "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            bucket = f"rate {mbits}mbit burst 16kb latency 500ms"
+            run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket.split())
+        yield names
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def measure(places: list[list[str]], master: str, interface: str) -> dict[int, float]:
+    """A rank in each of the places (words that go before a command)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = os.environ | {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": master}
+    env |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*words, sys.executable, __file__, "--worker"],
+            env=env | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, words in enumerate(places)
+    ]
+    try:
+        out = [rank.communicate(timeout=600)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(rank.returncode for rank in ranks):
+        sys.exit("scaling.py: error: a rank failed, see above")
+    return {int(size): seconds for size, seconds in json.loads(out[0]).items()}
+
+
+def compare(mbits: float, most: int) -> list[tuple[str, int, int, float, float]]:
+    """(part, ranks, bytes, predicted, measured) for hosts with links of that speed."""
+    from plan import Links, all_reduce_seconds
+
+    rows, links = [], None
+    with hosts(most, mbits) as names:
+        for number in [n for n in (2, 3, 4, 8, 16) if n <= most]:
+            places = [["ip", "netns", "exec", name] for name in names[:number]]
+            measured = measure(places, "10.111.0.1", "eth0")
+            if links is None:
+                bandwidth = mbits * 1e6 / 8 * PAYLOAD
+                # 2 hosts: 2 x 1/2 x (2 latencies + bytes / bandwidth)
+                latency = max((measured[SMALL] - SMALL / bandwidth) / 2, 1e-6)
+                links = Links(0.0, float("inf"), latency, bandwidth)
+            for size in SIZES:
+                predicted = all_reduce_seconds(size, number, 1, links)["ring"]
+                rows.append((f"{mbits:g} Mbit/s", number, size, predicted, measured[size]))
+    return rows
+
+
+def compare_processes(most: int) -> list[tuple[str, int, int, float, float]]:
+    from plan import Links, all_reduce_seconds
+
+    rows, both = [], None
+    cores = len(os.sched_getaffinity(0))
+    for number in [n for n in (2, 4, 8, 16, 32) if n <= most]:
+        measured = measure([[]] * number, "127.0.0.1", "lo")
+        both = both or measured
+        latency = both[SMALL] / 2
+        bandwidth = (SIZES[-1] - SMALL) / (both[SIZES[-1]] - both[SMALL])
+        share = max(1, number / cores)  # of a core, and so of the memory's bandwidth
+        links = Links(latency * share, bandwidth / share, 0.0, float("inf"))
+        for size in SIZES:
+            predicted = all_reduce_seconds(size, 1, number, links)["ring"]
+            rows.append(("one host", number, size, predicted, measured[size]))
+    return rows
+
+
+def plot(rows, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 5), layout="constrained")
+    ends = [min(min(r[3:]) for r in rows) / 2, max(max(r[3:]) for r in rows) * 2]
+    axes.plot(ends, ends, color="gray", linewidth=1, label="predicted = measured")
+    for part in dict.fromkeys(row[0] for row in rows):
+        points = [row for row in rows if row[0] == part]
+        axes.scatter([r[3] for r in points], [r[4] for r in points], s=18, label=part)
+    axes.set(xscale="log", yscale="log", xlabel="predicted, s", ylabel="measured, s")
+    axes.set_title("all_reduce: scripts/plan.py and gloo")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
+    parser = argparse.ArgumentParser(**style)
+    add = parser.add_argument
+    add("--mbits", type=float, nargs="*", default=[50, 200], help="speeds of links [50 200]")
+    add("--hosts", type=int, default=16, help="at most [16]")
+    add("--processes", type=int, default=32, help="of one host, at most [32]")
+    add("--output", default="scaling.png", help="[scaling.png]")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return worker()
+    if options.mbits and os.geteuid():
+        sys.exit("scaling.py: error: namespaces need root: sudo, or --mbits with nothing after it")
+    rows = [row for mbits in options.mbits for row in compare(mbits, options.hosts)]
+    rows += compare_processes(options.processes)
+    print("| links | ranks | bytes | predicted | measured | measured / predicted |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for part, ranks, size, predicted, measured in rows:
+        figures = f"{1e3 * predicted:.1f} ms | {1e3 * measured:.1f} ms"
+        print(f"| {part} | {ranks} | {size} | {figures} | {measured / predicted:.2f} |")
+    for part in dict.fromkeys(row[0] for row in rows):
+        errors = [abs(r[4] / r[3] - 1) for r in rows if r[0] == part]
+        middle = statistics.median(errors)
+        print(f"{part}: median error {100 * middle:.0f} %, largest {100 * max(errors):.0f} %")
+    plot(rows, options.output)
+
+
+if __name__ == "__main__":
+    main()

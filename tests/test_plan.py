@@ -1,0 +1,157 @@
+"""--plan: what it says beforehand is what a training then does."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import REPO, load, train
+
+SCRIPT = REPO / "scripts/plan.py"
+plan = load(SCRIPT)
+LINKS = plan.Links(
+    intra_latency=1e-6, intra_bandwidth=100e9, inter_latency=10e-6, inter_bandwidth=10e9
+)
+
+
+@pytest.fixture
+def planned(capsys, monkeypatch):
+    def run(*words) -> dict[str, str]:
+        """What is printed, by the name of the line."""
+        monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, words)])
+        assert plan.main() == 0
+        return {line[:11].strip(): line[12:] for line in capsys.readouterr().out.splitlines()}
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    def run(*words) -> str:
+        monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, words)])
+        assert plan.main() == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err
+
+    return run
+
+
+def test_a_training_makes_the_steps_and_the_checkpoint_that_were_planned(tmp_path, tiny, planned):
+    options = [*tiny, "--epochs=1", "--global-batch-size=48", "--samples=203"]
+    said = planned(*options, "--gpus-per-node=4")
+    run = train(tmp_path / "run", 4, *options[:-1])
+    assert said["steps"] in run.out[0]
+    size = (tmp_path / "run/checkpoint_epoch_1.pt").stat().st_size
+    megabytes = float(re.match(r"([\d.]+) MB", said["checkpoint"])[1])
+    assert megabytes * 1e6 == pytest.approx(size, rel=0.02)
+
+
+def test_the_ring_and_the_tree():
+    # One node of two: 2 x 1/2 x (2 hops + n / B)
+    assert plan.all_reduce_seconds(1e9, 1, 2, LINKS)["ring"] == pytest.approx(2e-6 + 0.01)
+    # Four nodes of two: 2 x 7/8 x (4 hops between, 4 within, and the slower bandwidth)
+    times = plan.all_reduce_seconds(1e9, 4, 2, LINKS)
+    assert times["ring"] == pytest.approx(1.75 * (44e-6 + 0.1))
+    assert times["tree"] == pytest.approx(2 * (21e-6 + 0.1))
+    assert plan.all_reduce_seconds(1e9, 1, 1, LINKS) == {"ring": 0, "tree": 0}
+
+
+def test_the_tree_wins_with_many_nodes_and_small_messages():
+    times = plan.all_reduce_seconds(1e4, 1000, 8, LINKS)
+    assert times["tree"] < times["ring"] / 50
+
+
+def test_communication_hides_behind_the_backward_pass_but_for_the_last_bucket():
+    size = 4 * plan.BUCKET + plan.FIRST_BUCKET
+    last = 0.001
+    slow = plan.step_seconds(1.0, size, lambda n: last * n / plan.BUCKET)
+    assert slow == pytest.approx(1.0 + last)
+    # Links that take longer than the backward pass are what a step waits for.
+    held_up = plan.step_seconds(1.0, size, lambda n: n / plan.BUCKET)
+    assert held_up > 4
+
+
+def test_the_best_interval_is_daly_s_and_young_s_where_failures_are_rare():
+    assert plan.checkpoint_interval(1, 1e6) == pytest.approx(math.sqrt(2e6), rel=1e-2)
+
+    def lost(interval, save=60, between=3600):  # the exact share, Daly's equation 20
+        return between * math.expm1((interval + save) / between) / interval
+
+    best = plan.checkpoint_interval(60, 3600)
+    assert lost(best) < lost(best * 1.2) and lost(best) < lost(best / 1.2)
+
+
+def test_links_that_the_doctor_measured_are_taken(tmp_path):
+    def seconds(n, nodes, each):
+        return plan.all_reduce_seconds(n, nodes, each, LINKS)["ring"]
+
+    measured = {f"{name} {n}": seconds(n, *shape) for n in (8192, 64 << 20)
+                for name, shape in {"node": (1, 4), "all": (3, 4)}.items()}  # fmt: skip
+    found = {"seconds": measured, "local": 4, "ranks": 12, "links": []}
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps([{"check": "clocks"}, {"check": "all_reduce", "data": found}]))
+    links = plan.read_links(str(file), plan.build_parser().parse_args([]))
+    assert links.intra_bandwidth == pytest.approx(100e9, rel=0.01)
+    assert links.inter_bandwidth == pytest.approx(10e9, rel=0.01)
+    assert links.inter_latency == pytest.approx(10e-6, rel=0.2)
+
+
+def test_activations_grow_with_the_batch_and_shrink_when_recomputed():
+    options = ["--dataset=synthetic", "--model=resnet18", "--image-size=64"]
+
+    def bytes_of(*more):
+        args = plan.build_parser().parse_args([*options, *more])
+        return plan.measure_model(args, plan.describe_data(args))["activations"]
+
+    whole = bytes_of()
+    # By hand: 64 channels of 32 x 32 four bytes wide are 256 KiB, and ReLU, BatchNorm, convolution
+    # and pooling keep about ten times as much of a ResNet-18.
+    assert 1e6 < whole < 6e6
+    assert bytes_of("--amp=bf16") < 0.75 * whole
+    assert bytes_of("--activation-checkpointing") < 0.6 * whole
+
+
+def test_arithmetic_is_counted():
+    args = plan.build_parser().parse_args(["--samples=10"])
+    operations = plan.measure_model(args, plan.describe_data(args))["operations"]
+    forward = 2 * (26**2 * 32 * 9 + 24**2 * 64 * 32 * 9 + 9216 * 128 + 128 * 10)
+    assert operations == pytest.approx(3 * forward, rel=0.05)
+
+
+def test_it_plans_for_data_and_gpus_that_are_not_here(planned):
+    said = planned(
+        *"--dataset imagefolder --data-dir /nowhere --samples 1281167 --classes 1000".split(),
+        *"--model resnet18 --batch-size 128 --nodes 64 --samples-per-second 5000".split(),
+    )
+    assert "65536 = 512 micro-batches of 128, 1 on each of 512 ranks; 20 steps" in said["steps"]
+    assert "46.8 MB a step" in said["gradients"]
+    assert "docs/SCALING.md" in said["WARN"]
+
+
+def test_what_it_refuses(tmp_path, refused):
+    assert "did you mean --nodes?" in refused("--nodez=3")
+    assert "not a number above 0" in refused("--tflops=0")
+    assert "cannot read --links" in refused("--samples=9", "--links", tmp_path / "none")
+    (tmp_path / "empty").write_text("[]")
+    assert "TRAIN_SCRIPT=scripts/doctor.py" in refused("--samples=9", "--links", tmp_path / "empty")
+    assert "leaves no time" in refused("--time-limit-hours=0.01")
+    assert "lower --batch-size" in refused("--global-batch-size=64", "--gpus-per-node=4")
+    message = refused("--dataset=imagefolder", "--data-dir", tmp_path)
+    assert "--samples" in message or "train" in message
+
+
+def test_the_trainer_becomes_the_planner():
+    command = [sys.executable, REPO / "train_distributed.py", "--plan", "--samples=640"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("Plan        simple_convnet on 8 ranks: 1 node x 8\n")
+
+
+def test_a_trainer_that_was_copied_alone_says_what_it_lacks(tmp_path):
+    alone = tmp_path / "train_distributed.py"
+    alone.write_bytes((REPO / "train_distributed.py").read_bytes())
+    result = subprocess.run([sys.executable, alone, "--plan"], capture_output=True, text=True)
+    assert result.returncode == 2 and "copy it from the repository" in result.stderr
