@@ -79,6 +79,8 @@ main() {
   [[ -n "$cores" ]] || # in salloc, which runs on no node
     read -r gpus cores < <(srun --nodes=1 --ntasks=1 \
       bash -c 'echo "${SLURM_GPUS_ON_NODE:-1} $SLURM_CPUS_ON_NODE"')
+  # With --exclusive, those are all of the node; its tasks get the ones the job asked for.
+  [[ ! "${SLURM_GPUS_PER_NODE:-}" =~ ^([^:,]+:)?([0-9]+)$ ]] || gpus="${BASH_REMATCH[2]}"
   ((gpus > 0)) || gpus=1
   local hosts
   mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

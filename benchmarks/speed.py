@@ -1,155 +1,59 @@
 #!/usr/bin/env python3
-"""Training speed of train_distributed.py on this machine's CPU, between two yardsticks.
+"""Training speed of train_distributed.py on this machine's CPU, among its peers.
 
-    python benchmarks/speed.py                     # 1 and 2 processes, about 10 minutes
-    python benchmarks/speed.py --ranks 1 --rounds 3 --steps 100
+    python benchmarks/speed.py                     # 1 and 2 processes, about 25 minutes
+    python benchmarks/speed.py --ranks 1 --rounds 3 --steps 100 --only limit ours
 
-All train the same network (two 3x3 convolutions 32/64, max pool, linear 9216-128-10) on the same
-digits, batch 64 per process, SGD with momentum 0.9, the cores shared out among the processes:
+The contestants, each in benchmarks/contestants.py as its own documentation writes it:
 
-    limit     a bare loop: normalised floats already in memory, no loader, no DDP, no metrics, and
-              the trainer's tunings (channels_last, fused SGD, glibc keeps freed memory)
-    ours      train_distributed.py, as it is
-    template  what most tutorials do: torchvision's MNIST with ToTensor and Normalize per image,
-              DataLoader workers, DistributedSampler, DDP, .item() in every step
+    limit       a bare loop over floats in memory, with the trainer's tunings
+    ours        train_distributed.py, as it is
+    template    what most DDP tutorials do
+    examples    as pytorch/examples
+    lightning   Lightning's Trainer    (pip install -r benchmarks/requirements.txt)
+    accelerate  Accelerate             (the same)
 
-They take turns, so that a machine whose speed drifts slows all of them; quote the ratios. Printed
-are medians over the rounds of: samples per second over all processes, seconds from the command to
-the end of the first step, and the peak memory of the largest process while it trains.
+All train the same network on the same digits with the same optimizer, the cores shared out among
+the processes. They take turns, so that a machine whose speed drifts slows all of them; quote the
+ratios. Printed are medians over the rounds of: samples per second over all processes, the share of
+the limit (with its range), seconds from the command to the end of the first step, and the peak
+memory of the largest process while it trains. A bar chart goes to --output.
 """
 
 import argparse
-import contextlib
+import importlib.util
 import json
 import os
 import platform
-import resource
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
-SAMPLE = REPO / "data" / "mnist_sample"
-BATCH, BLOCK = 64, 20  # samples per step and process; steps between two looks at the clock
+NAMES = ["limit", "ours", "template", "examples", "lightning", "accelerate"]
+CONTESTANTS = Path(__file__).resolve().parent / "contestants.py"
 
 
-def ours(steps: int, directory: str) -> dict:
-    sys.path.insert(0, str(REPO))
-    import train_distributed
-
-    options = "--no-augment --dropout 0 --warmup-epochs 0 --lr-schedule constant --lr 0.01"
-    options += f" --weight-decay 0 --epochs {steps} --stop-at-step {steps}"
-    with contextlib.redirect_stdout(sys.stderr):
-        train_distributed.main(
-            [*options.split(), f"--log-every-steps={BLOCK}", f"--checkpoint-dir={directory}"]
-        )
-    lines = Path(directory, "metrics.jsonl").read_text().splitlines()
-    records = [record for line in lines if (record := json.loads(line))["kind"] == "train"]
-    ranks = int(os.environ["WORLD_SIZE"])
-    speeds = [record["samples_per_second"] / ranks for record in records]
-    return {"first": records[0]["time"] - (BLOCK - 1) * BATCH / speeds[0], "speeds": speeds[1:]}
-
-
-def limit(steps: int, _directory: str) -> dict:
-    import ctypes
-
-    import torch
-    import torchvision
-
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-1, 2**31 - 1)
-    libc.mallopt(-4, 0)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    data = torchvision.datasets.MNIST(SAMPLE)
-    images = ((data.data[:, None] / 255) - 0.1307) / 0.3081
-    images = images.contiguous(memory_format=torch.channels_last)
-    model = network().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    order = torch.randperm(len(images))
-
-    def step(index: int) -> None:
-        start = index * BATCH % (len(images) - BATCH)
-        rows = order[start : start + BATCH]
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images[rows]), data.targets[rows]).backward()
-        optimizer.step()
-
-    return timed(step, steps)
-
-
-def template(steps: int, _directory: str) -> dict:
-    import torch
-    import torch.distributed as dist
-    import torchvision
-    from torch.utils.data import DataLoader, DistributedSampler
-    from torchvision import transforms
-
-    dist.init_process_group("gloo")
-    transform = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
-    data = torchvision.datasets.MNIST(SAMPLE, transform=transforms.Compose(transform))
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, BATCH, sampler=sampler, num_workers=2, drop_last=True)
-    model = torch.nn.parallel.DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def batches():
-        for epoch in range(steps):
-            sampler.set_epoch(epoch)
-            yield from loader
-
-    stream, losses = batches(), []
-
-    def step(_index: int) -> None:
-        images, labels = next(stream)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-
-    return timed(step, steps)
-
-
-def network():
-    from torch import nn
-
-    convolutions = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
-    head = nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)
-    return nn.Sequential(*convolutions, *head)
-
-
-def timed(step, steps: int) -> dict:
-    """When the first step ended, and this process's samples per second in each later block."""
-    step(0)
-    first, speeds = time.time(), []
-    for index in range(1, BLOCK):
-        step(index)
-    for block in range(1, steps // BLOCK):
-        began = time.perf_counter()
-        for index in range(block * BLOCK, (block + 1) * BLOCK):
-            step(index)
-        speeds.append(BLOCK * BATCH / (time.perf_counter() - began))
-    return {"first": first, "speeds": speeds}
-
-
-def launch(name: str, ranks: int, steps: int) -> dict:
+def launch(name: str, ranks: int, batch: int, steps: int) -> dict[str, float]:
     """One turn of a contestant, as processes of their own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, __file__, f"--contestant={name}", f"--directory={directory}"]
+        command = [sys.executable, str(CONTESTANTS), name, str(batch), str(steps), directory]
+        # What torchrun would set, on this machine alone.
         env = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "speed"}
         env |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
         began = time.time()
         processes = [
             subprocess.Popen(
-                [*command, f"--steps={steps}"],
+                command,
                 env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -162,56 +66,82 @@ def launch(name: str, ranks: int, steps: int) -> dict:
             out, err = process.communicate()
             if process.returncode:
                 sys.exit(f"speed.py: error: {name} failed:\n{err}")
-            results.append(json.loads(out))
+            results.append(json.loads(out.splitlines()[-1]))
     return {
         "samples/s": sum(statistics.median(result["speeds"]) for result in results),
         "first step": max(result["first"] for result in results) - began,
-        "peak MB": max(result["peak MB"] for result in results),
+        "peak MB": max(result["peak"] for result in results),
     }
 
 
-def compare(ranks: int, rounds: int, steps: int) -> None:
-    turns: dict[str, list[dict]] = {"limit": [], "ours": [], "template": []}
-    for _ in range(rounds):
+def compare(names: list[str], ranks: int, options) -> dict[str, list[float]]:
+    """Prints a table. Returns the shares of the limit, one per round, by contestant."""
+    turns: dict[str, list[dict]] = {name: [] for name in names}
+    for _ in range(options.rounds):
         for name, results in turns.items():
-            results.append(launch(name, ranks, steps))
+            results.append(launch(name, ranks, options.batch, options.steps))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     print(f"\n| {ranks} process(es) | samples/s | share of the limit | first step | peak memory |")
     print("| --- | --- | --- | --- | --- |")
+    shares = {}
     for name, results in turns.items():
         speed, first, peak = (statistics.median(r[key] for r in results) for key in results[0])
-        shares = [a["samples/s"] / b["samples/s"] for a, b in zip(results, turns["limit"])]
-        share = f"{statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
+        shares[name] = [a["samples/s"] / b["samples/s"] for a, b in zip(results, turns[names[0]])]
+        low, high = min(shares[name]), max(shares[name])
+        share = f"{statistics.median(shares[name]):.3f} ({low:.3f} to {high:.3f})"
         print(f"| {name} | {speed:.0f} | {share} | {first:.1f} s | {peak:.0f} MB |", flush=True)
+    return shares
+
+
+def plot(shares: dict[int, dict[str, list[float]]], title: str, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(shares), figsize=(5 * len(shares), 3.2), squeeze=False)
+    for axis, (ranks, of_name) in zip(axes[0], shares.items()):
+        names = list(of_name)[::-1]
+        middles = [statistics.median(of_name[name]) for name in names]
+        spread = [
+            [middle - min(of_name[name]) for name, middle in zip(names, middles)],
+            [max(of_name[name]) - middle for name, middle in zip(names, middles)],
+        ]
+        colors = ["tab:blue" if name == "ours" else "silver" for name in names]
+        axis.barh(names, middles, xerr=spread, color=colors, capsize=3)
+        axis.set(xlabel="share of the limit", title=f"{ranks} process(es)")
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
     parser = argparse.ArgumentParser(**style)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes [1 2]")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant [7]")
-    parser.add_argument("--steps", type=int, default=200, help="steps per turn [200]")
-    parser.add_argument("--contestant", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[1, 2], help="processes [1 2]")
+    add("--batch", type=int, default=64, help="samples per step and process [64]")
+    add("--rounds", type=int, default=5, help="turns of each contestant [5]")
+    add("--steps", type=int, default=200, help="steps per turn [200]")
+    add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
+    add("--output", default="speed.png", help="[speed.png]")
     options = parser.parse_args()
-    if options.contestant:
-        contestant = {"limit": limit, "ours": ours, "template": template}[options.contestant]
-        result = contestant(options.steps, options.directory)
-        # Not after the process has ended: unloading CUDA's libraries touches 100 MB more.
-        result["peak MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps(result))
-        return
     import torch
 
-    cores = len(os.sched_getaffinity(0))
-    print(f"PyTorch {torch.__version__}, {cores} cores of {cpu_name()}")
-    for ranks in options.ranks:
-        compare(ranks, options.rounds, options.steps)
+    names = [name for name in NAMES if name in options.only]
+    for name in ("lightning", "accelerate"):
+        if name in names and not importlib.util.find_spec(name):
+            print(f"Without {name}: pip install -r benchmarks/requirements.txt", file=sys.stderr)
+            names.remove(name)
+    machine = f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}, PyTorch {torch.__version__}"
+    print(machine)
+    shares = {ranks: compare(names, ranks, options) for ranks in options.ranks}
+    plot(shares, machine, options.output)
 
 
 def cpu_name() -> str:
-    with contextlib.suppress(OSError, StopIteration):
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     return platform.machine()

@@ -346,7 +346,7 @@ class Launch:
             return told["state"], heard if by_us else told["reason"]
         if code == 0 and not told and not why:
             return "finished", ""  # a script of your own, which writes no status
-        if lost := nodes_lost(self.nodes):
+        if (why or {}).get("cause") not in HOPELESS and (lost := nodes_lost(self.nodes)):
             self.nodes = [node for node in self.nodes if node not in lost]
             return "node lost", ", ".join(lost)
         if why:
@@ -479,7 +479,8 @@ def nodes_of_job():
 
 
 def nodes_lost(nodes):
-    """Those that Slurm does not hear from."""
+    """Those that Slurm does not hear from; not the one that we run on."""
+    nodes = [node for node in nodes if node != os.environ.get("SLURMD_NODENAME")]
     if not nodes:
         return []
     text = slurm("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format=%N %T")

@@ -96,6 +96,15 @@ def test_dry_run_prints_the_command_and_runs_nothing(cluster, repo):
         assert text.count("\n") == 1
 
 
+def test_of_a_node_of_its_own_a_job_takes_the_gpus_it_asked_for(cluster, repo, probe):
+    """With --exclusive, Slurm counts all GPUs of the node, of which a step gets those asked for."""
+    for launcher in LAUNCHERS:
+        words = [*TWO_BY_TWO, "--exclusive", launcher]
+        code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(probe))
+        assert code == 0, text
+        assert {record["world_size"] for record in probed(text)} == {4}, text
+
+
 def test_two_jobs_on_one_node_at_once_do_not_meet(cluster, repo, tmp_path, options):
     jobs = []
     for name in "ab":

@@ -159,3 +159,22 @@ def test_the_run_directory_is_found_in_the_command_or_its_config(tmp_path):
     assert run_directory_of(["a.sh", str(config), "--checkpoint-dir", "y z"]) == "y z"
     assert run_directory_of(["a.sh", str(config), "--save-dir=z"]) == "z"
     assert run_directory_of(["torchrun", "train_distributed.py"]) == "checkpoints"
+
+
+def test_a_mistake_is_a_mistake_even_while_slurm_does_not_hear_from_a_node(monkeypatch, tmp_path):
+    supervisor = load(SUPERVISE)
+    monkeypatch.setattr(supervisor, "nodes_of_job", lambda: ["n1", "n2"])
+    launch = supervisor.Launch(["true"], supervisor.RunDirectory(tmp_path), tmp_path, 1)
+    monkeypatch.setattr(supervisor, "nodes_lost", lambda nodes: ["n2"])
+    why = {"cause": "configuration", "reason": "no", "host": "n1", "rank": 0}
+    assert launch.cause(2, {}, why, 0)[0] == "configuration"
+    assert launch.nodes == ["n1", "n2"]
+    assert launch.cause(1, {}, why | {"cause": "exception"}, 0) == ("node lost", "n2")
+    assert launch.nodes == ["n1"]
+
+
+def test_the_node_that_it_runs_on_is_not_lost(monkeypatch):
+    supervisor = load(SUPERVISE)
+    monkeypatch.setattr(supervisor, "slurm", lambda *_: "n1 allocated*\nn2 down*\nn3 mixed\n")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert supervisor.nodes_lost(["n1", "n2", "n3"]) == ["n2"]
