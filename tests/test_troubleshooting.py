@@ -22,7 +22,8 @@ def text_of(node) -> str:
 
 
 def messages():
-    for name in ("train_distributed.py", "scripts/supervise.py", "scripts/plot_metrics.py"):
+    trainer, tools = ["train_distributed.py"], ["supervise.py", "plan.py", "plot_metrics.py"]
+    for name in [*trainer, *(f"scripts/{tool}" for tool in tools)]:
         for node in ast.walk(ast.parse((REPO / name).read_text())):
             called = isinstance(node, ast.Call) and node.args
             if called and ast.unparse(node.func).split(".")[-1] in CALLS:

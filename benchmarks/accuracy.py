@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Seconds from the command to 99 % test accuracy on MNIST: configs/mnist_fast.yaml and a template.
+
+    python benchmarks/accuracy.py --data-dir data               # half an hour on two cores
+    python benchmarks/accuracy.py --data-dir data --rounds 1 --accuracy 98
+
+The template is the usual one (a transform per image, loader workers, .item() in every step, batch
+64, SGD with momentum at a constant 0.01), with the same network; it evaluates after each epoch and
+ends when it is good enough. Ours trains as configs/mnist_fast.yaml says. One process each, with all
+cores; another seed each round. Prints seconds and test accuracies per round, and the median ratio.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from contestants import network
+
+REPO = Path(__file__).resolve().parent.parent
+MOST = 30  # epochs
+
+
+def template(seed: int, data_dir: str, goal: float) -> float:
+    """Trains until the test accuracy is the goal, in percent. Returns the accuracy."""
+    import torch
+    import torchvision
+    from torch.utils.data import DataLoader
+    from torchvision import transforms
+
+    torch.manual_seed(seed)
+    steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    train, test = (
+        torchvision.datasets.MNIST(data_dir, train=t, transform=transforms.Compose(steps))
+        for t in (True, False)
+    )
+    loader = DataLoader(train, 64, shuffle=True, num_workers=2)
+    test_loader = DataLoader(test, 1000, num_workers=2)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    accuracy, losses = 0.0, []
+    for _ in range(MOST):
+        for images, labels in loader:
+            images, labels = images.to(device), labels.to(device)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            guesses = ((model(x.to(device)).argmax(1).cpu(), y) for x, y in test_loader)
+            right = sum((guess == y).sum().item() for guess, y in guesses)
+        accuracy = 100 * right / len(test)
+        if accuracy >= goal:
+            break
+    return accuracy
+
+
+def turn(name: str, seed: int, options) -> tuple[float, float]:
+    """(seconds, accuracy in percent)"""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""} if options.cpu else os.environ
+    with tempfile.TemporaryDirectory() as directory:
+        if name == "ours":
+            words = [REPO / "train_distributed.py", "--config", REPO / "configs/mnist_fast.yaml"]
+            words += [f"--data-dir={options.data_dir}", f"--seed={seed}"]
+            words += [f"--checkpoint-dir={directory}"]
+        else:
+            words = [__file__, f"--data-dir={options.data_dir}", f"--template={seed}"]
+            words += [f"--accuracy={options.accuracy}"]
+        command = [sys.executable, *map(str, words)]
+        began = time.monotonic()
+        result = subprocess.run(command, env=env, capture_output=True, text=True)
+        seconds = time.monotonic() - began
+        if result.returncode:
+            sys.exit(f"accuracy.py: error: {name} failed:\n{result.stderr}")
+        if name == "ours":
+            lines = Path(directory, "metrics.jsonl").read_text().splitlines()
+            epochs = [r for line in lines if (r := json.loads(line))["kind"] == "epoch"]
+            return seconds, 100 * epochs[-1]["test_accuracy"]
+        return seconds, float(re.findall(r"[\d.]+", result.stdout)[-1])
+
+
+def main() -> None:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
+    parser = argparse.ArgumentParser(**style)
+    add = parser.add_argument
+    add("--data-dir", default="data", help="where MNIST/raw is [data]")
+    add("--rounds", type=int, default=3, help="[3]")
+    add("--accuracy", type=float, default=99.0, help="of the template, in percent [99]")
+    add("--cpu", action="store_true", help="even if there is a GPU")
+    add("--template", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.template is not None:
+        print(template(options.template, options.data_dir, options.accuracy))
+        return
+    ratios = []
+    print("| round | ours | template |\n| --- | --- | --- |")
+    for seed in range(1, options.rounds + 1):
+        ours, other = (turn(name, seed, options) for name in ("ours", "template"))
+        ratios.append(other[0] / ours[0])
+        cells = " | ".join(f"{seconds:.0f} s, {share:.2f} %" for seconds, share in (ours, other))
+        print(f"| {seed} | {cells} |", flush=True)
+    print(f"template / ours: {statistics.median(ratios):.1f}")
+
+
+if __name__ == "__main__":
+    main()
