@@ -707,7 +707,8 @@ class MicroBatchSampler(Sampler):
             raise UserError(
                 f"global batch size {total} is {count(self.per_step, 'micro-batch')} of {each} for "
                 f"{world.world_size} ranks: lower --batch-size to {total // world.world_size or 1} "
-                "(a resumed run keeps its global batch; a new one may raise --global-batch-size)"
+                "(a resumed run keeps its global batch; a new one, in another --checkpoint-dir, "
+                "may raise --global-batch-size)"
             )
         if cfg.reproducible and (
             self.per_step & self.per_step - 1 or world.world_size.bit_count() > 1
@@ -1090,7 +1091,8 @@ def make_run_directory(cfg: argparse.Namespace) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise UserError(f"cannot write to --checkpoint-dir {directory}: {error.strerror}") from None
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"cannot write to --checkpoint-dir {directory}: {why}") from None
 
 
 def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
@@ -1119,7 +1121,9 @@ def choose_checkpoint(cfg: argparse.Namespace) -> str | None:
         return None
     chosen = Path(cfg.resume)
     if not chosen.is_file():
-        raise UserError(f"--resume {chosen}: there is no such file (else: auto, none)")
+        raise UserError(
+            f"--resume {chosen}: there is no such file; give a checkpoint_*.pt, auto or none"
+        )
     if chosen.with_suffix(".json").exists():
         verify(chosen)
     newest = next((m.with_suffix(".pt") for m in manifests(cfg)), chosen)
@@ -1146,7 +1150,7 @@ def load_checkpoint(path: str, cfg: argparse.Namespace, world: World) -> dict:
     except UserError:
         raise
     except Exception as error:  # zip, pickle and torch each have their own
-        raise UserError(f"{path} is no checkpoint ({str(error)[:80]})") from None
+        raise UserError(f"{path} is no checkpoint, or damaged ({type(error).__name__})") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path} is no checkpoint of this trainer ({FORMAT})")
     for name in ("model", "dataset", "optimizer"):
@@ -1239,6 +1243,8 @@ class StopWishes:
         if number == signal.SIGINT and time.monotonic() > self.first_signal + 1:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
+        if number == signal.SIGINT and self.rank == 0 and self.first_signal == math.inf:
+            os.write(2, b"Stopping, and saving; a second Ctrl-C ends it at once\n")
         self.first_signal = min(self.first_signal, time.monotonic())
         self.heard.add(signal.Signals(number).name)
 
@@ -1629,7 +1635,9 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     state = "stopped" if cut_off else "finished"
     claim.tell(state, progress.global_step, " ".join(stopped))
     if run.log:
-        again = "the same command" + " without --resume and --override" * (cfg.resume != "auto")
+        spent = ["--resume", "--override"] * (cfg.resume != "auto")
+        spent += ["--stop-at-step"] * (progress.global_step == cfg.stop_at_step)
+        again = "the same command" + " without " * bool(spent) + " and ".join(spent)
         how = "Finished" if state == "finished" else f"Stopped as asked; {again} goes on"
         print(f"{how}: step {progress.global_step} of {total}, saved in {cfg.checkpoint_dir}")
 
@@ -1747,6 +1755,11 @@ def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Sto
         announce([card])
         return None
     here, deadline = f"{world.master_addr}:{world.master_port}", time.monotonic() + cfg.init_timeout
+    try:
+        socket.getaddrinfo(world.master_addr, world.master_port)
+    except OSError as error:
+        unknown = f"master {world.master_addr} is unknown on {card['host']} ({error.strerror})"
+        raise UserError(f"{unknown}: set MASTER_ADDR to an address of rank 0's host") from None
     watchdog = threading.Timer(cfg.init_timeout + 10, give_up, [f"{here} is not a store of ours"])
     watchdog.daemon = True
     watchdog.start()

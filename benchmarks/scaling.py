@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Predicted and measured: the all_reduce of --plan against gloo's, on links of known speed.
 
-    sudo python benchmarks/scaling.py             # a Markdown table, and scaling.png; 5 minutes
+    sudo python benchmarks/scaling.py             # a Markdown table, and scaling.png; 10 minutes
 
-Hosts are network namespaces of this machine on a bridge, a rank on each, their links slowed down
-by `tc` (token buckets) to --mbits; so 2 to 16 hosts fit on two cores. Predictions take the
-bandwidth from that setting, the latency of a hop from a small all_reduce on 2 hosts; all the rest
-is the formula in scripts/plan.py. The second part runs 2 to 32 processes on one host, whose
-links are one memory: there the bandwidth of 2 processes is shared among all.
+Hosts are network namespaces of this machine on a bridge, with one or two ranks each, their links
+slowed down by `tc` (token buckets) to --mbits, so slow that two cores keep up with 16 of them.
+Predictions take the bandwidth from that setting and the latency of a hop from a small all_reduce on
+2 hosts; all the rest is the formula in scripts/plan.py. The second part shows where it ends:
+processes of one host, whose link is the memory, and which soon are more than its cores.
 """
 
 import argparse
@@ -28,6 +28,7 @@ SMALL, SIZES = (
     8 << 10,
     (256 << 10, 1 << 20, 4_800_000),
 )  # bytes; the last: SimpleConvNet's gradients
+SHAPES = ((2, 1), (3, 1), (4, 1), (4, 2), (8, 1), (16, 1), (16, 2))  # hosts x ranks on each
 PAYLOAD = 1448 / 1514  # of a full Ethernet frame: what is not headers of TCP, IP and Ethernet
 
 
@@ -41,6 +42,7 @@ def worker() -> None:
     seconds = {}
     for size in (SMALL, *SIZES):
         data, times = torch.zeros(size // 4), []
+        dist.all_reduce(data)
         for _ in range(3 if size == SIZES[-1] else 7):
             dist.barrier()
             began = time.perf_counter()
@@ -92,6 +94,7 @@ def measure(places: list[list[str]], master: str, interface: str) -> dict[int, f
         port = probe.getsockname()[1]
     env = os.environ | {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": master}
     env |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else c10d complains that hosts have no names
     ranks = [
         subprocess.Popen(
             [*words, sys.executable, __file__, "--worker"],
@@ -111,27 +114,28 @@ def measure(places: list[list[str]], master: str, interface: str) -> dict[int, f
     return {int(size): seconds for size, seconds in json.loads(out[0]).items()}
 
 
-def compare(mbits: float, most: int) -> list[tuple[str, int, int, float, float]]:
-    """(part, ranks, bytes, predicted, measured) for hosts with links of that speed."""
+def compare(mbits: float, most: int) -> list[tuple[str, str, int, float, float]]:
+    """(part, hosts x ranks, bytes, predicted, measured) for hosts with links of that speed."""
     from plan import Links, all_reduce_seconds
 
     rows, links = [], None
     with hosts(most, mbits) as names:
-        for number in [n for n in (2, 3, 4, 8, 16) if n <= most]:
-            places = [["ip", "netns", "exec", name] for name in names[:number]]
+        for number, each in [shape for shape in SHAPES if shape[0] <= most]:
+            places = [["ip", "netns", "exec", n] for n in names[:number] for _ in range(each)]
             measured = measure(places, "10.111.0.1", "eth0")
             if links is None:
                 bandwidth = mbits * 1e6 / 8 * PAYLOAD
                 # 2 hosts: 2 x 1/2 x (2 latencies + bytes / bandwidth)
                 latency = max((measured[SMALL] - SMALL / bandwidth) / 2, 1e-6)
-                links = Links(0.0, float("inf"), latency, bandwidth)
+                links = Links(latency, float("inf"), latency, bandwidth)
             for size in SIZES:
-                predicted = all_reduce_seconds(size, number, 1, links)["ring"]
-                rows.append((f"{mbits:g} Mbit/s", number, size, predicted, measured[size]))
+                predicted = all_reduce_seconds(size, number, each, links)["ring"]
+                shape = f"{number} x {each}"
+                rows.append((f"{mbits:g} Mbit/s", shape, size, predicted, measured[size]))
     return rows
 
 
-def compare_processes(most: int) -> list[tuple[str, int, int, float, float]]:
+def compare_processes(most: int) -> list[tuple[str, str, int, float, float]]:
     from plan import Links, all_reduce_seconds
 
     rows, both = [], None
@@ -142,10 +146,10 @@ def compare_processes(most: int) -> list[tuple[str, int, int, float, float]]:
         latency = both[SMALL] / 2
         bandwidth = (SIZES[-1] - SMALL) / (both[SIZES[-1]] - both[SMALL])
         share = max(1, number / cores)  # of a core, and so of the memory's bandwidth
-        links = Links(latency * share, bandwidth / share, 0.0, float("inf"))
+        links = Links(latency, bandwidth / share, 0.0, float("inf"))
         for size in SIZES:
             predicted = all_reduce_seconds(size, 1, number, links)["ring"]
-            rows.append(("one host", number, size, predicted, measured[size]))
+            rows.append(("one host", f"1 x {number}", size, predicted, measured[size]))
     return rows
 
 
@@ -171,7 +175,7 @@ def main() -> None:
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
     parser = argparse.ArgumentParser(**style)
     add = parser.add_argument
-    add("--mbits", type=float, nargs="*", default=[50, 200], help="speeds of links [50 200]")
+    add("--mbits", type=float, nargs="*", default=[20, 50], help="speeds of links [20 50]")
     add("--hosts", type=int, default=16, help="at most [16]")
     add("--processes", type=int, default=32, help="of one host, at most [32]")
     add("--output", default="scaling.png", help="[scaling.png]")
@@ -183,11 +187,11 @@ def main() -> None:
         sys.exit("scaling.py: error: namespaces need root: sudo, or --mbits with nothing after it")
     rows = [row for mbits in options.mbits for row in compare(mbits, options.hosts)]
     rows += compare_processes(options.processes)
-    print("| links | ranks | bytes | predicted | measured | measured / predicted |")
+    print("| links | hosts x ranks | bytes | predicted | measured | measured / predicted |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for part, ranks, size, predicted, measured in rows:
+    for part, shape, size, predicted, measured in rows:
         figures = f"{1e3 * predicted:.1f} ms | {1e3 * measured:.1f} ms"
-        print(f"| {part} | {ranks} | {size} | {figures} | {measured / predicted:.2f} |")
+        print(f"| {part} | {shape} | {size} | {figures} | {measured / predicted:.2f} |")
     for part in dict.fromkeys(row[0] for row in rows):
         errors = [abs(r[4] / r[3] - 1) for r in rows if r[0] == part]
         middle = statistics.median(errors)

@@ -89,6 +89,9 @@ def main() -> int:
         return start_ranks(args)
     rank = rank_of_launch()
     if rank is None:
+        if args.rest:
+            return refuse(f"{args.rest[0]} is no option of mine alone: see --help (in a launch, "
+                          "those of the training are)")  # fmt: skip
         return report(local_checks(args) + guarded([launch_scripts, data], args), args.json)
     return Rank(args, *rank).run()
 
@@ -110,18 +113,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--master-addr", help=argparse.SUPPRESS)
     add("--master-port", type=int, help=argparse.SUPPRESS)
     add("--needs", default="torch", help=argparse.SUPPRESS)
-    args, _ = parser.parse_known_args(argv)
+    args, args.rest = parser.parse_known_args(argv)
     in_config = {}
     if args.config:
-        with suppress(OSError):
+        try:
             lines = Path(args.config).read_text(errors="replace").splitlines()
-            found = (re.match(r"(\w+):\s*(.*?)\s*(#.*)?$", line) for line in lines)
-            in_config = {m[1]: m[2].strip("'\"") for m in found if m and m[2] not in ("", "null")}
+        except OSError as error:
+            sys.exit(refuse(f"cannot read --config {args.config}: {error.strerror}"))
+        found = (re.match(r"(\w+):\s*(.*?)\s*(#.*)?$", line) for line in lines)
+        in_config = {m[1]: m[2].strip("'\"") for m in found if m and m[2] not in ("", "null")}
     defaults = {"checkpoint_dir": "checkpoints", "data_dir": "data", "dataset": "mnist_sample"}
     for name, default in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, in_config.get(name, default))
     return args
+
+
+def refuse(problem: str) -> int:
+    print(f"doctor.py: error: {problem}", file=sys.stderr)
+    return 2
 
 
 def report(findings: list[Finding], as_json: bool) -> int:

@@ -216,6 +216,8 @@ def plan(args) -> list[tuple[str, str]]:
     nodes, each = args.nodes or 1, args.gpus_per_node or 8
     ranks = nodes * each
     spec = describe_data(args)
+    if args.samples < ranks:
+        raise trainer.UserError(f"{args.samples} samples for {ranks} ranks: --nodes is too many")
     sampler = trainer.MicroBatchSampler(args.samples, args, trainer.World(world_size=ranks))
     model = measure_model(args, spec)
     links = read_links(args.links, args) if args.links else links_of(args)
@@ -247,6 +249,9 @@ def plan(args) -> list[tuple[str, str]]:
         raise trainer.UserError("--time-limit-hours leaves no time to train in: raise it")
     requeues = max(0, math.ceil(steps * step / usable) - 1)
     lost = save / interval + (interval / 2 + START_SECONDS) / failures
+    often = f"--checkpoint-every-steps {max(1, round(interval / step))}"
+    if interval > steps * step:
+        often = "the run is shorter"
 
     source = "measured" if args.samples_per_second else f"a guess, at {args.tflops:g} TFLOP/s"
     measured = f"measured, {args.links}" if args.links else "assumed, or of your options"
@@ -271,7 +276,7 @@ def plan(args) -> list[tuple[str, str]]:
                    + ", ".join(f"{name} {size_of(size)}" for name, size in memory.items())),
         ("checkpoint", f"{size_of(model['checkpoint'])}, {time_of(save)} to write; one every "
                        f"{time_of(interval)} loses least, {100 * lost:.2g} % of the time "
-                       f"(--checkpoint-every-steps {max(1, round(interval / step))}), if "
+                       f"({often}), if "
                        f"{trainer.count(nodes, 'node')} fail every {time_of(failures)}"),
         ("requeues", f"{requeues} with a time limit of {time_of(3600 * args.time_limit_hours)}"),
     ]  # fmt: skip

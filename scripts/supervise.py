@@ -37,6 +37,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,6 +61,9 @@ def main():
         patience = float(os.environ.get("STOP_SECONDS") or 300)
     except ValueError as error:
         say(f"error: MAX_RESTARTS and STOP_SECONDS should be numbers ({error})")
+        return 2
+    if not shutil.which(command[0]):
+        say(f"error: cannot start {command[0]}: there is no such program")
         return 2
     if os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py"):  # it says what is wrong, once
         os.execvpe(command[0], command, {**os.environ, "ATTEMPT": "1"})
@@ -85,7 +89,7 @@ def keep_alive(launch, run, most):
             return 0
         if cause == "stopped":
             if not (ON_TIME & set(reason.split()) or "time limit" in reason) or not requeue():
-                say(f"stopped ({reason}); to go on: {launch.again()}")
+                say(f"stopped ({reason or '--stop-at-step'}); to go on: {launch.again()}")
             return 0
         step = f"{cause} at step {attempt['end_step']}" + f": {reason}" * bool(reason)
         vain = run.crashes_without_progress()

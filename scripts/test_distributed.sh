@@ -4,6 +4,7 @@
 # end with the same weights, bit for bit. Ends in one line, PASS or FAIL with the reason, in a minute.
 #
 # Usage: scripts/test_distributed.sh [N]    N processes on this machine      (default: as many as GPUs)
+#                                           (without GPUs: 2)
 #        scripts/test_distributed.sh        inside of an allocation (salloc, sbatch, qsub): on all of it
 #
 # Environment (and that of scripts/cluster_train.sh):
@@ -74,6 +75,10 @@ main() {
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
   [[ -z "${1:-}" ]] || export NPROC_PER_NODE="$1"
+  if [[ -z "${NPROC_PER_NODE:-}${SLURM_JOB_ID:-}${PBS_NODEFILE:-}" ]]; then
+    NPROC_PER_NODE="$("${python[@]}" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+    export NPROC_PER_NODE
+  fi
   export MAX_RESTARTS=0
   directory="$PWD/runs/test_distributed_$(date +%Y%m%d_%H%M%S)_$$"
   [[ -n "$DRY_RUN" ]] || mkdir -p "$directory"

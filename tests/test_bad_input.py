@@ -165,9 +165,23 @@ def test_steps_of_another_size_do_not_mix_in_a_directory(tmp_path, tiny):
     assert message == "with another steps_per_epoch, take another --checkpoint-dir"
 
 
+def test_a_run_directory_that_is_a_file(tmp_path, tiny):
+    (tmp_path / "r").touch()
+    message = refuse(tmp_path / "r", *tiny)
+    assert message == f"cannot write to --checkpoint-dir {tmp_path / 'r'}: it is a file"
+
+
+def test_a_master_that_nobody_knows(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, ranks=2, env={"MASTER_ADDR": "nobody.invalid"})
+    assert "master nobody.invalid is unknown on " in message
+    assert message.endswith("set MASTER_ADDR to an address of rank 0's host")
+
+
 def test_missing_checkpoint(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--resume=absent.pt", ranks=2)
-    assert message == "--resume absent.pt: there is no such file (else: auto, none)"
+    assert (
+        message == "--resume absent.pt: there is no such file; give a checkpoint_*.pt, auto or none"
+    )
 
 
 @pytest.mark.parametrize("content", ["text", "other dict", "pickle"])
@@ -186,7 +200,11 @@ def test_foreign_checkpoint(tmp_path, tiny, content):
                 return os.mkdir, (str(canary),)
 
         torch.save(Evil(), foreign)
-    assert f"{foreign} is no checkpoint" in refuse(tmp_path / "r", *tiny, f"--resume={foreign}")
+    message = refuse(tmp_path / "r", *tiny, f"--resume={foreign}")
+    assert message in (
+        f"{foreign} is no checkpoint, or damaged (UnpicklingError)",
+        f"{foreign} is no checkpoint of this trainer (train_distributed 2)",
+    )
     assert not canary.exists()
 
 

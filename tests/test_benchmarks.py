@@ -16,6 +16,7 @@ def run(tmp_path, script: str, *words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_speed_compares_with_the_limit(tmp_path):
     out = run(tmp_path, "speed.py", *"--ranks 1 --rounds 1 --steps 40 --only limit ours".split())
     assert re.search(r"^\| limit \| \d+ \| 1\.000 ", out, re.M), out

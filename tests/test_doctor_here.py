@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from harness import REPO, load
 
 DOCTOR = REPO / "scripts/doctor.py"
@@ -69,3 +70,21 @@ def test_nccl_s_own_words_tell_the_transport():
         "n1:1:2 [0] NCCL INFO Channel 01 : 0[0] -> 1[1] via SHM/direct/direct\n"
     )
     assert load(DOCTOR).nccl_links(log) == ["NET/IB/GDRDMA", "P2P/CUMEM", "SHM/direct"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--config", "absent.yaml"],
+            "cannot read --config absent.yaml: No such file or directory",
+        ),
+        (["configs/default_config.yaml"], "configs/default_config.yaml is no option of mine alone"),
+        (["--conf=x.yaml"], "--conf=x.yaml is no option of mine alone"),
+    ],
+)
+def test_alone_it_refuses_what_it_would_not_look_at(words, said):
+    command = [sys.executable, DOCTOR, *words]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"doctor.py: error: {said}") and result.stderr.count("\n") == 1

@@ -137,6 +137,7 @@ def test_what_it_refuses(tmp_path, refused):
     assert "cannot read --links" in refused("--samples=9", "--links", tmp_path / "none")
     (tmp_path / "empty").write_text("[]")
     assert "TRAIN_SCRIPT=scripts/doctor.py" in refused("--samples=9", "--links", tmp_path / "empty")
+    assert "200 samples for 800 ranks" in refused("--samples=200", "--nodes=100")
     assert "leaves no time" in refused("--time-limit-hours=0.01")
     assert "lower --batch-size" in refused("--global-batch-size=64", "--gpus-per-node=4")
     message = refused("--dataset=imagefolder", "--data-dir", tmp_path)

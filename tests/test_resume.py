@@ -51,12 +51,14 @@ def test_another_seed_ends_differently(tmp_path, tiny, untouched):
 def test_stopped_and_resumed_ends_bitwise_equal(tmp_path, tiny, untouched, step, workers):
     run = tmp_path / "run"
     stopped = train(run, RANKS, *tiny, EPOCHS, BATCH, f"--stop-at-step={step}", "--num-workers=1")
-    assert "Stopped as asked" in stopped.out[0]
+    again = "Stopped as asked; the same command without --stop-at-step goes on"
+    assert again in stopped.out[0]
     resumed = train(run, RANKS, *tiny, EPOCHS, BATCH, f"--num-workers={workers}", record=True)
     assert min(resumed.samples()) == step, "training should go on at the step where it stopped"
     assert_same_end(resumed, untouched)
 
 
+@pytest.mark.long  # six of these steps are tried above
 def test_stopped_after_every_single_step_ends_bitwise_equal(tmp_path, tiny, untouched):
     for step in range(1, 19):
         run = train(tmp_path / "run", RANKS, *tiny, EPOCHS, BATCH, f"--stop-at-step={step}")
@@ -192,6 +194,7 @@ def test_ctrl_c_saves_even_if_a_launcher_passes_it_on_again(tmp_path, tiny):
     twice = once_it_trains(run, 0.1, 0.05, press=ctrl_c)
     stopped = train(run, 1, *tiny, "--epochs=500", during=twice)
     assert "Stopped as asked" in stopped.out[0]
+    assert stopped.err[0] == "Stopping, and saving; a second Ctrl-C ends it at once\n"
     assert list(run.glob("checkpoint_*.pt"))
 
 

@@ -66,7 +66,10 @@ def test_override_changes_the_global_batch_in_another_directory(tmp_path, tiny):
     file = tmp_path / "run" / "checkpoint_epoch_1.pt"
     override = ["--override", f"--resume={file}", "--stop-at-step=7"]
     first = train(tmp_path / "other", 2, *more, *override, record=True)
-    assert "the same command without --resume and --override goes on" in first.out[0]
+    assert (
+        "the same command without --resume and --override and --stop-at-step goes on"
+        in first.out[0]
+    )
     run = train(tmp_path / "other", 2, *more, record=True)
     assert min(run.samples()) == 5, "203 samples are five steps of 48"
     assert sorted(i for s in run.samples().values() for m in s.values() for i in m) == list(

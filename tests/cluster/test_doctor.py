@@ -101,6 +101,7 @@ def test_a_blocked_port_under_torchrun_s_launcher(cluster, repo, tmp_path, plant
     assert "doctor.py: error: node02: cannot reach master node01 (10.77.0.11): timed out" in text
 
 
+@pytest.mark.long  # the master's port alone is blocked above
 def test_free_ports_between_nodes_are_blocked(cluster, repo, tmp_path, plant):
     """As on clusters that open but a few: the ranks meet, and gloo or NCCL then hangs."""
     plant(

@@ -150,6 +150,12 @@ def test_a_second_supervisor_leaves_the_ledger_of_the_first_alone(tmp_path, tiny
     assert first.returncode == 0 and causes(run) == ["stopped"]
 
 
+def test_a_command_that_does_not_exist_touches_nobodys_run(tmp_path):
+    code, text = supervise(tmp_path / "run", "no-such-command")
+    assert text == "supervise.py: error: cannot start no-such-command: there is no such program\n"
+    assert code == 2 and not (tmp_path / "run").exists()
+
+
 def test_the_run_directory_is_found_in_the_command_or_its_config(tmp_path):
     run_directory_of = load(SUPERVISE).run_directory_of
     config = tmp_path / "my config.yaml"
