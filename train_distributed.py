@@ -1745,6 +1745,22 @@ def main(argv: list[str] | None = None) -> int:
 # At the start: who is missing or strange?
 
 
+def look_up_master(world: World, host: str, deadline: float) -> None:
+    """UserError for a name that nobody knows, where c10d would warn for minutes."""
+    deadline = min(deadline, time.monotonic() + 10)  # name services have their moments
+    while True:
+        try:
+            socket.getaddrinfo(world.master_addr, world.master_port)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline - 1:
+                raise UserError(
+                    f"master {world.master_addr} is unknown on {host} ({error.strerror}): "
+                    "set MASTER_ADDR to an address of rank 0's host"
+                ) from None
+        time.sleep(1)
+
+
 def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Store | None:
     """Meet at a store on the master, where rank 0 checks all cards. Collective: every rank.
 
@@ -1755,11 +1771,7 @@ def call_the_roll(world: World, card: dict, cfg: argparse.Namespace) -> dist.Sto
         announce([card])
         return None
     here, deadline = f"{world.master_addr}:{world.master_port}", time.monotonic() + cfg.init_timeout
-    try:
-        socket.getaddrinfo(world.master_addr, world.master_port)
-    except OSError as error:
-        unknown = f"master {world.master_addr} is unknown on {card['host']} ({error.strerror})"
-        raise UserError(f"{unknown}: set MASTER_ADDR to an address of rank 0's host") from None
+    look_up_master(world, card["host"], deadline)
     watchdog = threading.Timer(cfg.init_timeout + 10, give_up, [f"{here} is not a store of ours"])
     watchdog.daemon = True
     watchdog.start()

@@ -172,7 +172,8 @@ def test_a_run_directory_that_is_a_file(tmp_path, tiny):
 
 
 def test_a_master_that_nobody_knows(tmp_path, tiny):
-    message = refuse(tmp_path / "r", *tiny, ranks=2, env={"MASTER_ADDR": "nobody.invalid"})
+    unknown = {"MASTER_ADDR": "nobody.invalid"}
+    message = refuse(tmp_path / "r", *tiny, "--init-timeout=3", ranks=2, env=unknown)
     assert "master nobody.invalid is unknown on " in message
     assert message.endswith("set MASTER_ADDR to an address of rank 0's host")
 
