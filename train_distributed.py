@@ -155,6 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("speed").add_argument
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
     add("--compile", action=switch, default=False, help="torch.compile the model")
+    add("--cuda-graphs", action=switch, default=False, help="and launch it as graphs; on one GPU")
     add("--channels-last", action=switch, default=True, help="memory format of images [on]")
     add("--activation-checkpointing", action=switch, default=False, help="recompute deep networks")
 
@@ -471,10 +472,17 @@ def place_model(cfg: argparse.Namespace, world: World, spec: "DataSpec", smalles
     if cfg.activation_checkpointing:
         for block in blocks_of(model):
             recompute_in_backward(block)
-    if cfg.compile:
+    if cfg.compile or cfg.cuda_graphs:
         # In place, so that the names in a checkpoint stay the same. And each shape for itself: what
         # is compiled for "any shape" depends on which came first, so a resumed run would differ.
-        model.compile(dynamic=False)
+        model.compile(dynamic=False, mode="reduce-overhead" if cfg.cuda_graphs else None)
+    if cfg.cuda_graphs:
+        if world.world_size > 1 or cfg.reproducible:
+            raise UserError("--cuda-graphs is for one rank without --reproducible: use --compile")
+        # A graph's output may not become .grad, or its next run changes it (pytorch #169545). So
+        # there is a .grad before, to which it is added, and which update() keeps.
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     return model
 
 
@@ -1472,7 +1480,7 @@ def update(run: Run) -> None:
         run.optimizer.grad_scale, run.optimizer.found_inf = None, bad
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)
+    run.optimizer.zero_grad(set_to_none=not cfg.cuda_graphs)
 
 
 def train_epoch(run: Run, progress: Progress) -> list[str]:

@@ -1,8 +1,7 @@
 """Who takes part in benchmarks/speed.py: one training, written as each one's documentation does.
 
-All train the same network (two 3x3 convolutions 32/64, max pool, linear 9216-128-10) on the same
-digits, SGD with momentum 0.9. Each is a function of (batch, clock, directory), which calls
-clock.tick() after every step until clock.over.
+All train the same network on the same data with SGD and momentum 0.9. Each is a function of
+(setup, clock), which calls clock.tick() after every step until clock.over.
 """
 
 import contextlib
@@ -11,25 +10,46 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 SAMPLE = REPO / "data" / "mnist_sample"
 BLOCK = 20  # steps between two looks at the clock
+SYNTHETIC = 512  # images
+
+
+@dataclass
+class Setup:
+    """What speed.py wants to be trained, and where."""
+
+    batch: int
+    steps: int
+    directory: str  # for what one writes
+    device: str  # cpu or cuda
+    model: str = "simple_convnet"  # or one of torchvision's
+    dataset: str = "mnist_sample"  # or synthetic, or imagefolder
+    data_dir: str = "data"
+    size: int = 224  # pixels a side, but for MNIST
+    amp: bool = False  # bf16
+    compile: bool = False
+    workers: int = 2  # loader processes of a rank
 
 
 class Clock:
     """When the first step ended, and the seconds of each block of steps after the first one."""
 
-    def __init__(self, steps: int):
-        self.steps, self.done, self.first = steps, 0, 0.0
+    def __init__(self, steps: int, synchronize=lambda: None):
+        self.steps, self.done, self.first, self.synchronize = steps, 0, 0.0, synchronize
         self.blocks: list[float] = []
 
     def tick(self) -> None:
         self.done += 1
         if self.done == 1:
+            self.synchronize()
             self.first = time.time()
         if self.done % BLOCK == 0:
+            self.synchronize()
             now = time.perf_counter()
             if self.done > BLOCK:
                 self.blocks.append(now - self.began)
@@ -40,35 +60,70 @@ class Clock:
         return self.done >= self.steps
 
 
-def network():
+def network(setup: Setup | None = None):
+    """Two 3x3 convolutions 32/64, max pool, linear 9216-128-10; or what the setup says."""
     from torch import nn
 
+    if setup and setup.model != "simple_convnet":
+        import torchvision
+
+        return torchvision.models.get_model(setup.model, num_classes=1000)
     convolutions = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
     head = nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)
     return nn.Sequential(*convolutions, *head)
+
+
+def dataset(setup: Setup):
+    """As the examples of PyTorch, Lightning and Accelerate have it: a transform per image."""
+    import torch
+    import torchvision
+    from torchvision import transforms
+
+    if setup.dataset == "synthetic":
+        images = torch.randn(SYNTHETIC, 3, setup.size, setup.size)
+        return torch.utils.data.TensorDataset(images, torch.randint(0, 1000, (SYNTHETIC,)))
+    if setup.dataset == "imagefolder":
+        steps = [transforms.RandomResizedCrop(setup.size), transforms.RandomHorizontalFlip()]
+        scale = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        steps = transforms.Compose([*steps, transforms.ToTensor(), scale])
+        return torchvision.datasets.ImageFolder(Path(setup.data_dir, "train"), steps)
+    steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    return torchvision.datasets.MNIST(SAMPLE, transform=transforms.Compose(steps))
 
 
 def ranks() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def dataset():
-    """As the MNIST examples of PyTorch, Lightning and Accelerate have it: a transform per image."""
-    import torchvision
-    from torchvision import transforms
+def my_device(setup: Setup):
+    import torch
 
-    steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
-    return torchvision.datasets.MNIST(SAMPLE, transform=transforms.Compose(steps))
+    if setup.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device(setup.device)
 
 
-def ours(batch: int, clock: Clock, directory: str) -> None:
+def autocast(setup: Setup):
+    import torch
+
+    return torch.autocast(setup.device, torch.bfloat16, enabled=setup.amp)
+
+
+def ours(setup: Setup, clock: Clock) -> None:
     """train_distributed.py, as it is, but for the augmentation and the dropout others lack."""
     sys.path.insert(0, str(REPO))
     import train_distributed
 
-    options = "--no-augment --dropout 0 --warmup-epochs 0 --lr-schedule constant --lr 0.01"
-    options += f" --weight-decay 0 --epochs {clock.steps} --stop-at-step {clock.steps}"
-    options += f" --batch-size {batch} --log-every-steps {BLOCK} --checkpoint-dir {directory}"
+    options = "--dropout 0 --warmup-epochs 0 --lr-schedule constant --lr 0.01 --weight-decay 0"
+    options += f" --epochs {clock.steps} --stop-at-step {clock.steps} --log-every-steps {BLOCK}"
+    options += f" --batch-size {setup.batch} --model {setup.model} --dataset {setup.dataset}"
+    options += f" --synthetic-samples {SYNTHETIC} --checkpoint-dir {setup.directory}"
+    options += f" --amp {'bf16' if setup.amp else 'off'}" + " --compile" * setup.compile
+    if setup.dataset == "mnist_sample":
+        options += " --no-augment"
+    else:
+        options += f" --image-size {setup.size}"
+    options = [*options.split(), "--data-dir", setup.data_dir]
     step = train_distributed.train_step
 
     def timed(*arguments):
@@ -78,51 +133,109 @@ def ours(batch: int, clock: Clock, directory: str) -> None:
 
     train_distributed.train_step = timed
     with contextlib.redirect_stdout(sys.stderr):
-        train_distributed.main(options.split())
+        train_distributed.main(options)
 
 
-def limit(batch: int, clock: Clock, _directory: str) -> None:
-    """A bare loop: normalised floats in memory, no loader, no DDP, no metrics, our tunings."""
+def limit(setup: Setup, clock: Clock) -> None:
+    """A bare loop: normalised floats on the device, no loader, no DDP, no metrics, our tunings."""
     import torch
-    import torchvision
 
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-1, 2**31 - 1)
-    libc.mallopt(-4, 0)
-    data = torchvision.datasets.MNIST(SAMPLE)
-    images = ((data.data[:, None] / 255) - 0.1307) / 0.3081
-    images = images.contiguous(memory_format=torch.channels_last)
-    model = network().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    order = torch.randperm(len(images))
+    (images, labels), model, optimizer = bare(setup)
+    if setup.compile:
+        model.compile(dynamic=False)
+    order = torch.randperm(len(images)).to(images.device)
     while not clock.over:
-        start = clock.done * batch % (len(images) - batch)
-        rows = order[start : start + batch]
+        start = clock.done * setup.batch % (len(images) - setup.batch)
+        rows = order[start : start + setup.batch]
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images[rows]), data.targets[rows]).backward()
+        with autocast(setup):
+            loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
+        loss.backward()
         optimizer.step()
         clock.tick()
 
 
-def template(batch: int, clock: Clock, _directory: str) -> None:
+def graphs(setup: Setup, clock: Clock) -> None:
+    """The limit, all of a step launched as one CUDA graph (needs a GPU)."""
+    import torch
+
+    (images, labels), model, optimizer = bare(setup)
+    order = torch.randperm(len(images)).to(images.device)
+    rows = order[: setup.batch].clone()
+
+    def step() -> None:
+        with autocast(setup):
+            loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
+        loss.backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # as torch.cuda.graph wants it: warmed up on another stream
+        for _ in range(3):
+            optimizer.zero_grad()
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    while not clock.over:
+        start = clock.done * setup.batch % (len(images) - setup.batch)
+        rows.copy_(order[start : start + setup.batch])
+        graph.replay()
+        clock.tick()
+
+
+def bare(setup: Setup):
+    """((images, labels) on the device, model, optimizer), with the trainer's tunings."""
+    import torch
+    import torchvision
+
+    device = my_device(setup)
+    if setup.device == "cpu":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2**31 - 1)
+        libc.mallopt(-4, 0)
+    torch.backends.cudnn.benchmark = True
+    if setup.dataset == "mnist_sample":
+        data = torchvision.datasets.MNIST(SAMPLE)
+        images, labels = ((data.data[:, None] / 255) - 0.1307) / 0.3081, data.targets
+    else:
+        images = torch.randn(SYNTHETIC, 3, setup.size, setup.size)
+        labels = torch.randint(0, 1000, (SYNTHETIC,))
+    model = network(setup).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    images = images.to(device).contiguous(memory_format=torch.channels_last)
+    return (images, labels.to(device)), model, optimizer
+
+
+def template(setup: Setup, clock: Clock) -> None:
     """What most DDP tutorials do: loader workers, DistributedSampler, .item() in every step."""
     import torch
     import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
 
-    dist.init_process_group("gloo")
-    data = dataset()
+    device = my_device(setup)
+    dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
+    data = dataset(setup)
     sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch, sampler=sampler, num_workers=2, drop_last=True)
-    model = torch.nn.parallel.DistributedDataParallel(network())
+    loader = DataLoader(
+        data, setup.batch, sampler=sampler, num_workers=setup.workers, drop_last=True
+    )
+    model = torch.nn.parallel.DistributedDataParallel(network(setup).to(device))
+    if setup.compile:
+        model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     losses, epoch = [], 0
     while not clock.over:
         sampler.set_epoch(epoch)
         epoch += 1
         for images, labels in loader:
+            images, labels = images.to(device), labels.to(device)
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            with autocast(setup):
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -131,8 +244,8 @@ def template(batch: int, clock: Clock, _directory: str) -> None:
                 break
 
 
-def examples(batch: int, clock: Clock, _directory: str) -> None:
-    """As mnist/main.py of pytorch/examples: the loader in this process, the loss looked at rarely.
+def examples(setup: Setup, clock: Clock) -> None:
+    """As mnist/main.py of pytorch/examples: the loss looked at rarely, on a CPU no workers.
 
     With several processes, as its distributed/ddp-tutorial-series: DDP and DistributedSampler.
     """
@@ -140,16 +253,25 @@ def examples(batch: int, clock: Clock, _directory: str) -> None:
     import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
 
-    data, model, sampler = dataset(), network(), None
+    device = my_device(setup)
+    data, model, sampler = dataset(setup), network(setup).to(device), None
     if ranks() > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
         model, sampler = torch.nn.parallel.DistributedDataParallel(model), DistributedSampler(data)
-    loader = DataLoader(data, batch, sampler=sampler, shuffle=not sampler)
+    gpu = setup.device == "cuda"
+    more = {"num_workers": setup.workers, "persistent_workers": True, "pin_memory": True}
+    loader = DataLoader(
+        data, setup.batch, sampler=sampler, shuffle=not sampler, **more if gpu else {}
+    )
+    if setup.compile:
+        model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     while not clock.over:
         for number, (images, labels) in enumerate(loader):
+            images, labels = images.to(device), labels.to(device)
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            with autocast(setup):
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             if number % 10 == 0:
@@ -159,16 +281,16 @@ def examples(batch: int, clock: Clock, _directory: str) -> None:
                 break
 
 
-def lightning(batch: int, clock: Clock, directory: str) -> None:
+def lightning(setup: Setup, clock: Clock) -> None:
     """Lightning's Trainer with its defaults; no checkpoints, which no other makes within a turn."""
     import torch
     from lightning import Callback, LightningModule, Trainer
     from torch.utils.data import DataLoader
 
-    class Digits(LightningModule):
+    class Images(LightningModule):
         def __init__(self):
             super().__init__()
-            self.network = network()
+            self.network = network(setup)
 
         def training_step(self, batch, _index):
             images, labels = batch
@@ -183,35 +305,42 @@ def lightning(batch: int, clock: Clock, directory: str) -> None:
         def on_train_batch_end(self, *_arguments):
             clock.tick()
 
-    loader = DataLoader(dataset(), batch, shuffle=True, num_workers=2, persistent_workers=True)
+    data, workers = dataset(setup), {"num_workers": setup.workers, "persistent_workers": True}
+    loader = DataLoader(data, setup.batch, shuffle=True, **workers)
     with contextlib.redirect_stdout(sys.stderr):
         trainer = Trainer(
-            accelerator="cpu",
+            accelerator="gpu" if setup.device == "cuda" else "cpu",
             devices=ranks(),
             strategy="ddp" if ranks() > 1 else "auto",
+            precision="bf16-mixed" if setup.amp else "32-true",
             max_steps=clock.steps,
             callbacks=[Watch()],
-            default_root_dir=directory,
+            default_root_dir=setup.directory,
             enable_checkpointing=False,
             enable_progress_bar=False,
         )
-        trainer.fit(Digits(), loader)
+        module = Images()
+        trainer.fit(torch.compile(module) if setup.compile else module, loader)
 
 
-def accelerate(batch: int, clock: Clock, _directory: str) -> None:
+def accelerate(setup: Setup, clock: Clock) -> None:
     """Accelerate, as its quick tour."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    accelerator, model = Accelerator(cpu=True), network()
+    gpu = setup.device == "cuda"
+    accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if setup.amp else "no")
+    model = torch.compile(network(setup)) if setup.compile else network(setup)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    loader = DataLoader(dataset(), batch, shuffle=True, num_workers=2, persistent_workers=True)
+    data, workers = dataset(setup), {"num_workers": setup.workers, "persistent_workers": True}
+    loader = DataLoader(data, setup.batch, shuffle=True, **workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     while not clock.over:
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            with accelerator.autocast():
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
             accelerator.backward(loss)
             optimizer.step()
             clock.tick()
@@ -221,24 +350,27 @@ def accelerate(batch: int, clock: Clock, _directory: str) -> None:
 
 CONTESTANTS = {
     function.__name__: function
-    for function in (limit, ours, template, examples, lightning, accelerate)
+    for function in (limit, graphs, ours, template, examples, lightning, accelerate)
 }
 
 
 def main() -> None:
-    """contestants.py NAME BATCH STEPS DIRECTORY: prints what its clock showed, as JSON."""
+    """contestants.py NAME SETUP: prints what its clock showed, as JSON. SETUP: Setup, in JSON."""
     import resource
 
-    name, batch, steps, directory = sys.argv[1:]
-    if name != "ours":  # which does so by itself
-        import torch
+    name, setup = sys.argv[1], Setup(**json.loads(sys.argv[2]))
+    import torch
 
+    if name != "ours":  # which does so by itself
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    clock = Clock(int(steps))
-    CONTESTANTS[name](int(batch), clock, directory)
+    gpu = setup.device == "cuda"
+    clock = Clock(setup.steps, *[torch.cuda.synchronize] * gpu)
+    CONTESTANTS[name](setup, clock)
     # Not after the process has ended: unloading CUDA's libraries touches 100 MB more.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    speeds = [BLOCK * int(batch) / seconds for seconds in clock.blocks]
+    if gpu:
+        peak = torch.cuda.max_memory_allocated() / 2**20
+    speeds = [BLOCK * setup.batch / seconds for seconds in clock.blocks]
     print(json.dumps({"first": clock.first, "speeds": speeds, "peak": peak}))
 
 

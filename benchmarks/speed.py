@@ -1,23 +1,27 @@
 #!/usr/bin/env python3
-"""Training speed of train_distributed.py on this machine's CPU, among its peers.
+"""Training speed of train_distributed.py on this machine, among its peers.
 
-    python benchmarks/speed.py                     # 1 and 2 processes, about 25 minutes
+    python benchmarks/speed.py                     # CPU, 1 and 2 processes, about 25 minutes
     python benchmarks/speed.py --ranks 1 --rounds 3 --steps 100 --only limit ours
+    python benchmarks/speed.py --gpu --ranks 1            # launch-bound
+    python benchmarks/speed.py --gpu --ranks 1 --batch 256 --model resnet50 --dataset synthetic
+    ... and --amp, --compile; with --dataset imagefolder --data-dir DIR --workers 16
 
 The contestants, each in benchmarks/contestants.py as its own documentation writes it:
 
     limit       a bare loop over floats in memory, with the trainer's tunings
+    graphs      the same, each step one CUDA graph (--gpu, not with --compile)
     ours        train_distributed.py, as it is
     template    what most DDP tutorials do
     examples    as pytorch/examples
     lightning   Lightning's Trainer    (pip install -r benchmarks/requirements.txt)
     accelerate  Accelerate             (the same)
 
-All train the same network on the same digits with the same optimizer, the cores shared out among
+All train the same network on the same data with the same optimizer, the cores shared out among
 the processes. They take turns, so that a machine whose speed drifts slows all of them; quote the
 ratios. Printed are medians over the rounds of: samples per second over all processes, the share of
 the limit (with its range), seconds from the command to the end of the first step, and the peak
-memory of the largest process while it trains. A bar chart goes to --output.
+memory of the largest process while it trains, with --gpu on the GPU. A bar chart goes to --output.
 """
 
 import argparse
@@ -34,20 +38,24 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-NAMES = ["limit", "ours", "template", "examples", "lightning", "accelerate"]
+NAMES = ["limit", "graphs", "ours", "template", "examples", "lightning", "accelerate"]
+SETUP = ["batch", "steps", "model", "dataset", "data_dir", "size", "amp", "compile", "workers"]
 CONTESTANTS = Path(__file__).resolve().parent / "contestants.py"
 
 
-def launch(name: str, ranks: int, batch: int, steps: int) -> dict[str, float]:
+def launch(name: str, ranks: int, options) -> dict[str, float]:
     """One turn of a contestant, as processes of their own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, str(CONTESTANTS), name, str(batch), str(steps), directory]
+        setup = {key: getattr(options, key) for key in SETUP} | {"directory": directory}
+        setup["device"] = "cuda" if options.gpu else "cpu"
+        command = [sys.executable, str(CONTESTANTS), name, json.dumps(setup)]
         # What torchrun would set, on this machine alone.
         env = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
         env |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "speed"}
         env |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
         began = time.time()
@@ -79,7 +87,7 @@ def compare(names: list[str], ranks: int, options) -> dict[str, list[float]]:
     turns: dict[str, list[dict]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name, results in turns.items():
-            results.append(launch(name, ranks, options.batch, options.steps))
+            results.append(launch(name, ranks, options))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     print(f"\n| {ranks} process(es) | samples/s | share of the limit | first step | peak memory |")
@@ -124,17 +132,31 @@ def main() -> None:
     add("--batch", type=int, default=64, help="samples per step and process [64]")
     add("--rounds", type=int, default=5, help="turns of each contestant [5]")
     add("--steps", type=int, default=200, help="steps per turn [200]")
+    add("--gpu", action="store_true", help="train on GPUs, one per process")
+    add("--model", default="simple_convnet", help="or one of torchvision's [simple_convnet]")
+    add("--dataset", choices=["mnist_sample", "synthetic", "imagefolder"], default="mnist_sample")
+    add("--data-dir", default="data", help="of imagefolder")
+    add("--size", type=int, default=224, help="pixels a side, but for MNIST [224]")
+    add("--amp", action="store_true", help="bf16")
+    add("--compile", action="store_true", help="all of them through torch.compile")
+    add("--workers", type=int, default=2, help="loader processes of a rank, but of ours [2]")
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
     add("--output", default="speed.png", help="[speed.png]")
     options = parser.parse_args()
     import torch
 
+    if options.gpu and torch.cuda.device_count() < max(options.ranks):
+        sys.exit(f"speed.py: error: --gpu: there are {torch.cuda.device_count()} GPUs")
     names = [name for name in NAMES if name in options.only]
+    if not options.gpu or options.compile:
+        names = [name for name in names if name != "graphs"]
     for name in ("lightning", "accelerate"):
         if name in names and not importlib.util.find_spec(name):
             print(f"Without {name}: pip install -r benchmarks/requirements.txt", file=sys.stderr)
             names.remove(name)
     machine = f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}, PyTorch {torch.__version__}"
+    if options.gpu:
+        machine = f"{torch.cuda.get_device_name(0)}, {machine}"
     print(machine)
     shares = {ranks: compare(names, ranks, options) for ranks in options.ranks}
     plot(shares, machine, options.output)

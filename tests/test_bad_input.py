@@ -171,6 +171,11 @@ def test_a_run_directory_that_is_a_file(tmp_path, tiny):
     assert message == f"cannot write to --checkpoint-dir {tmp_path / 'r'}: it is a file"
 
 
+def test_cuda_graphs_on_two_ranks(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, "--cuda-graphs", ranks=2)
+    assert message == "--cuda-graphs is for one rank without --reproducible: use --compile"
+
+
 def test_a_master_that_nobody_knows(tmp_path, tiny):
     unknown = {"MASTER_ADDR": "nobody.invalid"}
     message = refuse(tmp_path / "r", *tiny, "--init-timeout=3", ranks=2, env=unknown)

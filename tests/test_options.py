@@ -74,6 +74,24 @@ def test_compile(tmp_path, tiny, plain):
     )
 
 
+@pytest.mark.long
+def test_cuda_graphs_add_up_gradients_as_compile_does(tmp_path, tiny):
+    """On a CPU there are no graphs, but gradients that stay, and are added to."""
+    options = [*tiny, "--epochs=1", "--global-batch-size=16"]
+    compiled, graphs = (
+        train(tmp_path / name, 1, *options, f"--{name}", timeout=400)
+        for name in ("compile", "cuda-graphs")
+    )
+    end = "checkpoint_epoch_1"
+    assert_same_state(graphs.checkpoint(end), compiled.checkpoint(end))
+
+
+def test_cuda_graphs_have_gradients_of_their_own_from_the_start():
+    parameters = list(place("--cuda-graphs").parameters())
+    assert all(p.grad is not None and not p.grad.any() for p in parameters)
+    assert all(p.grad is None for p in place("--compile").parameters())
+
+
 def test_activation_checkpointing_changes_nothing_but_memory(tmp_path, tiny, plain):
     run = train(tmp_path / "run", 2, *tiny, "--epochs=1", "--activation-checkpointing")
     end = "checkpoint_epoch_1"
@@ -322,7 +340,9 @@ def test_resuming_from_an_older_checkpoint_needs_overwrite(tmp_path, tiny):
 
 
 @gpu
-@pytest.mark.parametrize("options", [["--amp=fp16"], ["--amp=bf16"], ["--deterministic"]])
+@pytest.mark.parametrize(
+    "options", [["--amp=fp16"], ["--amp=bf16"], ["--deterministic"], ["--cuda-graphs"]]
+)
 def test_gpu_trains_and_resumes(tmp_path, tiny, options):
     options = [*tiny, "--epochs=1", "--deterministic", *options]
     untouched = train(tmp_path / "untouched", 1, *options)

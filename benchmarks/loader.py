@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""How fast JPEG files become batches: the trainer's loader against bare decoding on these cores.
+
+    python benchmarks/loader.py                         # on files that it makes; five minutes
+    python benchmarks/loader.py --data-dir imagenet --files 5000 --workers 8 16 32
+
+Bare decoding is the limit: as many processes as cores, each of which opens, decodes, crops, resizes
+and flips its share of the files, as `--dataset imagefolder` does, and hands nothing on. The
+trainer's loader does so in --workers processes and hands on batches of 64, which nobody trains on.
+Below the line, what would lift the limit: other decoders, and files made smaller once.
+All take turns; printed are medians of images per second, and of the shares within a round.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from torchvision.transforms import v2
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train_distributed as trainer  # noqa: E402
+
+CORES = len(os.sched_getaffinity(0))
+SIZE = 224
+
+
+def make_files(root: Path, number: int) -> None:
+    """JPEG files of ImageNet's mean size, 500 x 375 pixels and 110 kB: noise of all wavelengths."""
+    generator = np.random.default_rng(0)
+    for index in range(number):
+        pixels = np.zeros((375, 500, 3), np.float32)
+        for octave in range(1, 9):
+            small = generator.normal(0, 40 / octave, (2**octave, 2**octave, 3)).astype(np.float32)
+            layers = [Image.fromarray(small[..., c]).resize((500, 375)) for c in range(3)]
+            pixels += np.stack(layers, -1)
+        image = Image.fromarray(np.clip(pixels + 128, 0, 255).astype(np.uint8))
+        for folder in ("train", "val") if index < 2 else ("train",):
+            path = root / folder / f"class_{index % 2}" / f"{index}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path, quality=92)
+
+
+CROP = v2.Compose([v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()])
+
+
+def with_torchvision(path: str) -> torch.Tensor:
+    """libjpeg-turbo through torchvision, cropped as a tensor."""
+    data = torchvision.io.read_file(path)
+    return CROP(torchvision.io.decode_jpeg(data, mode=torchvision.io.ImageReadMode.RGB))
+
+
+def decode_all(function, paths: list[str], ready, go) -> None:
+    torch.set_num_threads(1)
+    function(paths[0])
+    ready.release()
+    go.wait()
+    for path in paths:
+        function(path)
+
+
+def bare(function, paths: list[str]) -> float:
+    """Images per second of CORES processes that do nothing else."""
+    fork = multiprocessing.get_context("fork")
+    ready, go = fork.Semaphore(0), fork.Event()
+    shares = [paths[i::CORES] for i in range(CORES)]
+    processes = [fork.Process(target=decode_all, args=(function, s, ready, go)) for s in shares]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        ready.acquire()
+    began = time.perf_counter()
+    go.set()
+    for process in processes:
+        process.join()
+    return len(paths) / (time.perf_counter() - began)
+
+
+def make_smaller(source: Path, target: Path, paths: list[str]) -> list[str]:
+    """The files once more, the short side 256 pixels."""
+    smaller = []
+    for path in paths:
+        image = Image.open(path).convert("RGB")
+        scale = 256 / min(image.size)
+        image = image.resize([round(scale * side) for side in image.size], Image.BICUBIC)
+        smaller.append(str(target / Path(path).relative_to(source)))
+        Path(smaller[-1]).parent.mkdir(parents=True, exist_ok=True)
+        image.save(smaller[-1], quality=92)
+    return smaller
+
+
+class Loader:
+    """The trainer's, with that many workers; timed over whole epochs after a first one."""
+
+    def __init__(self, data_dir: Path, files: int, workers: int):
+        words = f"--dataset imagefolder --num-workers {workers} --checkpoint-dir ."
+        cfg = trainer.parse_config([*words.split(), f"--data-dir={data_dir}"])
+        world = trainer.setup_distributed(cfg)
+        dataset, _, _ = trainer.get_datasets(cfg, world)
+        self.files = min(files, len(dataset))
+        self.sampler = trainer.MicroBatchSampler(self.files, cfg, world)
+        dataset = torch.utils.data.Subset(dataset, range(self.files))
+        self.loader, self.epoch = trainer.get_dataloader(cfg, world, dataset, self.sampler), 0
+        torch.set_num_threads(1)
+        self.speed()
+
+    def speed(self) -> float:
+        """Images per second of one epoch."""
+        self.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        began = time.perf_counter()
+        images = sum(len(labels) for _, labels in self.loader)
+        assert images == self.files
+        return images / (time.perf_counter() - began)
+
+
+def main() -> None:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
+    parser = argparse.ArgumentParser(**style)
+    add = parser.add_argument
+    add("--data-dir", type=Path, help="with train/CLASS/*.jpg and val/CLASS/*.jpg [makes its own]")
+    add("--files", type=int, default=1280, help="of them, an epoch [1280]")
+    workers = sorted({0, 1, 2, CORES, 2 * CORES})
+    add("--workers", type=int, nargs="+", default=workers, help="[0 1 2, cores, twice the cores]")
+    add("--rounds", type=int, default=5, help="[5]")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        if not options.data_dir:
+            options.data_dir = Path(directory, "made")
+            make_files(options.data_dir, options.files)
+        compare(options, Path(directory))
+
+
+def compare(options, directory: Path) -> None:
+    folder = torchvision.datasets.ImageFolder(options.data_dir / "train")
+    paths = [path for path, _ in folder.samples[: options.files]]
+    smaller = make_smaller(options.data_dir, directory / "smaller", paths)
+    crop = [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    as_trainer = v2.Compose([trainer.decode, *crop])
+    ways = {"bare decoding, the limit": lambda: bare(as_trainer, paths)}
+    for workers in options.workers:
+        ways[f"ours, {workers} workers"] = Loader(options.data_dir, options.files, workers).speed
+    ways["bare, torchvision's decoder"] = lambda: bare(with_torchvision, paths)
+    ways["bare, files of 256 pixels"] = lambda: bare(as_trainer, smaller)
+    kilobytes = statistics.mean(os.path.getsize(path) for path in paths) / 1e3
+    print(f"{CORES} cores, {len(paths)} files of {kilobytes:.0f} kB")
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.rounds):
+        for name, speed in ways.items():
+            speeds[name].append(speed())
+            print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print("| | images/s | share of the limit |")
+    print("| --- | --- | --- |")
+    for name, of_rounds in speeds.items():
+        shares = sorted(a / b for a, b in zip(of_rounds, next(iter(speeds.values()))))
+        share = f"{statistics.median(shares):.3f} ({shares[0]:.3f} to {shares[-1]:.3f})"
+        print(f"| {name} | {statistics.median(of_rounds):.0f} | {share} |")
+
+
+if __name__ == "__main__":
+    main()
