@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-SAMPLE = REPO / "data" / "mnist_sample"
 BLOCK = 20  # steps between two looks at the clock
 SYNTHETIC = 512  # images
 
@@ -28,8 +27,8 @@ class Setup:
     directory: str  # for what one writes
     device: str  # cpu or cuda
     model: str = "simple_convnet"  # or one of torchvision's
-    dataset: str = "mnist_sample"  # or synthetic, or imagefolder
-    data_dir: str = "data"
+    dataset: str = "mnist"  # or synthetic, or imagefolder
+    data_dir: str = "data"  # of MNIST and of imagefolder
     size: int = 224  # pixels a side, but for MNIST
     amp: bool = False  # bf16
     compile: bool = False
@@ -88,7 +87,7 @@ def dataset(setup: Setup):
         steps = transforms.Compose([*steps, transforms.ToTensor(), scale])
         return torchvision.datasets.ImageFolder(Path(setup.data_dir, "train"), steps)
     steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
-    return torchvision.datasets.MNIST(SAMPLE, transform=transforms.Compose(steps))
+    return torchvision.datasets.MNIST(setup.data_dir, transform=transforms.Compose(steps))
 
 
 def ranks() -> int:
@@ -119,7 +118,7 @@ def ours(setup: Setup, clock: Clock) -> None:
     options += f" --batch-size {setup.batch} --model {setup.model} --dataset {setup.dataset}"
     options += f" --synthetic-samples {SYNTHETIC} --checkpoint-dir {setup.directory}"
     options += f" --amp {'bf16' if setup.amp else 'off'}" + " --compile" * setup.compile
-    if setup.dataset == "mnist_sample":
+    if setup.dataset == "mnist":
         options += " --no-augment"
     else:
         options += f" --image-size {setup.size}"
@@ -136,7 +135,7 @@ def ours(setup: Setup, clock: Clock) -> None:
         train_distributed.main(options)
 
 
-def limit(setup: Setup, clock: Clock) -> None:
+def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
     """A bare loop: normalised floats on the device, no loader, no DDP, no metrics, our tunings."""
     import torch
 
@@ -151,8 +150,36 @@ def limit(setup: Setup, clock: Clock) -> None:
         with autocast(setup):
             loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
         loss.backward()
+        exchange(model)
         optimizer.step()
         clock.tick()
+
+
+def waits(setup: Setup, clock: Clock) -> None:
+    """The limit, but in each step the processes wait for each other: they sum one number."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
+    one = torch.ones(1, device=my_device(setup))
+    limit(setup, clock, lambda model: dist.all_reduce(one))
+
+
+def sums(setup: Setup, clock: Clock) -> None:
+    """The limit, but after each backward pass the processes sum their gradients, all at once."""
+    import torch
+    import torch.distributed as dist
+
+    def exchange(model) -> None:
+        gradients = [parameter.grad for parameter in model.parameters()]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= ranks()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients)])
+
+    dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
+    limit(setup, clock, exchange)
 
 
 def graphs(setup: Setup, clock: Clock) -> None:
@@ -198,8 +225,8 @@ def bare(setup: Setup):
         libc.mallopt(-1, 2**31 - 1)
         libc.mallopt(-4, 0)
     torch.backends.cudnn.benchmark = True
-    if setup.dataset == "mnist_sample":
-        data = torchvision.datasets.MNIST(SAMPLE)
+    if setup.dataset == "mnist":
+        data = torchvision.datasets.MNIST(setup.data_dir)
         images, labels = ((data.data[:, None] / 255) - 0.1307) / 0.3081, data.targets
     else:
         images = torch.randn(SYNTHETIC, 3, setup.size, setup.size)
@@ -350,7 +377,7 @@ def accelerate(setup: Setup, clock: Clock) -> None:
 
 CONTESTANTS = {
     function.__name__: function
-    for function in (limit, graphs, ours, template, examples, lightning, accelerate)
+    for function in (limit, graphs, waits, sums, ours, template, examples, lightning, accelerate)
 }
 
 
@@ -366,6 +393,8 @@ def main() -> None:
     gpu = setup.device == "cuda"
     clock = Clock(setup.steps, *[torch.cuda.synchronize] * gpu)
     CONTESTANTS[name](setup, clock)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     # Not after the process has ended: unloading CUDA's libraries touches 100 MB more.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if gpu:

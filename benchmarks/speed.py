@@ -11,6 +11,8 @@ The contestants, each in benchmarks/contestants.py as its own documentation writ
 
     limit       a bare loop over floats in memory, with the trainer's tunings
     graphs      the same, each step one CUDA graph (--gpu, not with --compile)
+    waits       the same, whose processes wait for each other in each step  (2 processes or more)
+    sums        the same, whose processes sum their gradients, all at once  (2 processes or more)
     ours        train_distributed.py, as it is
     template    what most DDP tutorials do
     examples    as pytorch/examples
@@ -38,9 +40,20 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-NAMES = ["limit", "graphs", "ours", "template", "examples", "lightning", "accelerate"]
+NAMES = [
+    "limit",
+    "graphs",
+    "waits",
+    "sums",
+    "ours",
+    "template",
+    "examples",
+    "lightning",
+    "accelerate",
+]
 SETUP = ["batch", "steps", "model", "dataset", "data_dir", "size", "amp", "compile", "workers"]
 CONTESTANTS = Path(__file__).resolve().parent / "contestants.py"
+SAMPLE = CONTESTANTS.parent.parent / "data" / "mnist_sample"
 
 
 def launch(name: str, ranks: int, options) -> dict[str, float]:
@@ -73,7 +86,7 @@ def launch(name: str, ranks: int, options) -> dict[str, float]:
         for process in processes:
             out, err = process.communicate()
             if process.returncode:
-                sys.exit(f"speed.py: error: {name} failed:\n{err}")
+                sys.exit(f"speed.py: error: {name} failed ({process.returncode}):\n{out}{err}")
             results.append(json.loads(out.splitlines()[-1]))
     return {
         "samples/s": sum(statistics.median(result["speeds"]) for result in results),
@@ -82,8 +95,21 @@ def launch(name: str, ranks: int, options) -> dict[str, float]:
     }
 
 
+def write_mnist(root: Path) -> None:
+    """As many digits as MNIST has: the sample, 10 times over. So no epoch ends within a turn."""
+    (root / "MNIST/raw").mkdir(parents=True)
+    for source in (SAMPLE / "MNIST/raw").glob("*ubyte"):
+        data = source.read_bytes()
+        if source.name.startswith("train"):
+            header = 16 if "images" in source.name else 8  # magic number, count, (rows, columns)
+            count = 10 * int.from_bytes(data[4:8], "big")
+            data = data[:4] + count.to_bytes(4, "big") + data[8:header] + 10 * data[header:]
+        (root / "MNIST/raw" / source.name).write_bytes(data)
+
+
 def compare(names: list[str], ranks: int, options) -> dict[str, list[float]]:
     """Prints a table. Returns the shares of the limit, one per round, by contestant."""
+    names = [name for name in names if ranks > 1 or name not in ("waits", "sums")]
     turns: dict[str, list[dict]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name, results in turns.items():
@@ -134,7 +160,7 @@ def main() -> None:
     add("--steps", type=int, default=200, help="steps per turn [200]")
     add("--gpu", action="store_true", help="train on GPUs, one per process")
     add("--model", default="simple_convnet", help="or one of torchvision's [simple_convnet]")
-    add("--dataset", choices=["mnist_sample", "synthetic", "imagefolder"], default="mnist_sample")
+    add("--dataset", choices=["mnist", "synthetic", "imagefolder"], default="mnist")
     add("--data-dir", default="data", help="of imagefolder")
     add("--size", type=int, default=224, help="pixels a side, but for MNIST [224]")
     add("--amp", action="store_true", help="bf16")
@@ -158,7 +184,11 @@ def main() -> None:
     if options.gpu:
         machine = f"{torch.cuda.get_device_name(0)}, {machine}"
     print(machine)
-    shares = {ranks: compare(names, ranks, options) for ranks in options.ranks}
+    with tempfile.TemporaryDirectory() as directory:
+        if options.dataset == "mnist":
+            write_mnist(Path(directory))
+            options.data_dir = directory
+        shares = {ranks: compare(names, ranks, options) for ranks in options.ranks}
     plot(shares, machine, options.output)
 
 

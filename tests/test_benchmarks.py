@@ -30,7 +30,24 @@ def test_speed_runs_everybody_on_two_processes(tmp_path):
     pytest.importorskip("accelerate")
     out = run(tmp_path, "speed.py", *"--ranks 2 --rounds 1 --steps 40".split())
     names = re.findall(r"^\| (\w+) \| \d+ ", out, re.M)
-    assert names == ["limit", "ours", "template", "examples", "lightning", "accelerate"]
+    peers = ["template", "examples", "lightning", "accelerate"]
+    assert names == ["limit", "waits", "sums", "ours", *peers]
+
+
+@pytest.mark.long
+def test_speed_takes_other_networks_and_data(tmp_path):
+    words = (
+        "--ranks 1 --rounds 1 --steps 40 --model resnet18 --dataset synthetic --size 32 --batch 8"
+    )
+    out = run(tmp_path, "speed.py", *words.split(), *"--amp --only limit ours template".split())
+    assert re.findall(r"^\| (\w+) \| \d+ ", out, re.M) == ["limit", "ours", "template"]
+
+
+@pytest.mark.long
+def test_loader_sets_itself_beside_bare_decoding(tmp_path):
+    out = run(tmp_path, "loader.py", *"--files 128 --rounds 1 --workers 0 1".split())
+    assert re.search(r"^\| bare decoding, the limit \| \d+ \| 1\.000 ", out, re.M), out
+    assert re.search(r"^\| ours, 1 workers \| \d+ \| \d\.\d{3} ", out, re.M), out
 
 
 @pytest.mark.long
