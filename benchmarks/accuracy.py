@@ -7,7 +7,8 @@
 The template is the usual one (a transform per image, loader workers, .item() in every step, batch
 64, SGD with momentum at a constant 0.01), with the same network; it evaluates after each epoch and
 ends when it is good enough. Ours trains as configs/mnist_fast.yaml says. One process each, with all
-cores; another seed each round. Prints seconds and test accuracies per round, and the median ratio.
+cores; another seed each round. Prints seconds and test
+accuracies per round, and the median ratio of the rounds in which both reached --accuracy.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def main() -> None:
     add = parser.add_argument
     add("--data-dir", default="data", help="where MNIST/raw is [data]")
     add("--rounds", type=int, default=3, help="[3]")
-    add("--accuracy", type=float, default=99.0, help="of the template, in percent [99]")
+    add("--accuracy", type=float, default=99.0, help="the goal, in percent [99]")
     add("--cpu", action="store_true", help="even if there is a GPU")
     add("--template", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -101,13 +102,15 @@ def main() -> None:
         print(template(options.template, options.data_dir, options.accuracy))
         return
     ratios = []
-    print("| round | ours | template |\n| --- | --- | --- |")
+    print("| seed | configs/mnist_fast.yaml | template | ratio |\n| --- | --- | --- | --- |")
     for seed in range(1, options.rounds + 1):
         ours, other = (turn(name, seed, options) for name in ("ours", "template"))
-        ratios.append(other[0] / ours[0])
+        reached = min(ours[1], other[1]) >= options.accuracy
+        ratios += [other[0] / ours[0]] * reached
         cells = " | ".join(f"{seconds:.0f} s, {share:.2f} %" for seconds, share in (ours, other))
-        print(f"| {seed} | {cells} |", flush=True)
-    print(f"template / ours: {statistics.median(ratios):.1f}")
+        print(f"| {seed} | {cells} | {ratios[-1]:.1f} |" if reached else f"| {seed} | {cells} | |")
+        sys.stdout.flush()
+    print(f"template / ours: {statistics.median(ratios):.1f}" if ratios else "The goal was missed.")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_distributed as trainer  # noqa: E402
@@ -33,6 +35,11 @@ def main() -> None:
         measure(options, directory)
 
 
+def endless(loader):
+    while True:
+        yield from loader
+
+
 def measure(options, directory: str) -> None:
     words = "--dataset synthetic --synthetic-samples 1024 --image-size 32 --batch-size 4 "
     words += f"--model {options.model} --keep 2 --checkpoint-dir {directory}"
@@ -44,15 +51,28 @@ def measure(options, directory: str) -> None:
     run = trainer.build_run(cfg, world, claim, stop)
     run.ddp = trainer.wrap_ddp(run)
     run.model.train()
-    sums, batches, step = trainer.Sums(world.device), iter(run.train_loader), 0
+    sums, batches, step = trainer.Sums(world.device), endless(run.train_loader), 0
+    finished, write = 0.0, trainer.Saver.write
+
+    def timed_write(*arguments):
+        nonlocal finished
+        write(*arguments)
+        finished = time.perf_counter()
+
+    trainer.Saver.write = timed_write
 
     def train(steps: int) -> float:
         nonlocal step
-        began = time.perf_counter()
+        began = now()
         for _ in range(steps):
             trainer.train_step(run, batches, step % 256, step, sums)
             step += 1
-        return (time.perf_counter() - began) / steps
+        return (now() - began) / steps
+
+    def now() -> float:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     alone = [train(5) for _ in range(5)][1:]
     stalls: dict[bool, list[float]] = {False: [], True: []}
@@ -60,14 +80,15 @@ def measure(options, directory: str) -> None:
     during = []
     for number in range(2 * (options.saves + 1)):
         cfg.async_checkpoint = number % 2 == 1
-        began = time.perf_counter()
+        began = now()
         run.saver.save(run, trainer.Progress(step), f"checkpoint_step_{step}", last=False)
-        stalls[cfg.async_checkpoint].append(time.perf_counter() - began)
+        stalls[cfg.async_checkpoint].append(now() - began)
         if cfg.async_checkpoint:
+            during.append(train(1))
             while run.saver.thread.is_alive():
                 during.append(train(1))
             run.saver.wait()
-        whole[cfg.async_checkpoint].append(time.perf_counter() - began)
+        whole[cfg.async_checkpoint].append(finished - began)
         alone.append(train(3))
     size = next(Path(directory).glob("*.pt")).stat().st_size
     print(f"{options.model}: {size / 1e6:.0f} MB; a step {1e3 * statistics.median(alone):.0f} ms, "

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-BLOCK = 20  # steps between two looks at the clock
-SYNTHETIC = 512  # images
+BLOCKS = 10  # of equally many steps in a turn: the first warms up
+SYNTHETIC = 512  # images, which are taken again and again
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Setup:
     model: str = "simple_convnet"  # or one of torchvision's
     dataset: str = "mnist"  # or synthetic, or imagefolder
     data_dir: str = "data"  # of MNIST and of imagefolder
+    classes: int = 1000  # but for MNIST
     size: int = 224  # pixels a side, but for MNIST
     amp: bool = False  # bf16
     compile: bool = False
@@ -40,6 +41,7 @@ class Clock:
 
     def __init__(self, steps: int, synchronize=lambda: None):
         self.steps, self.done, self.first, self.synchronize = steps, 0, 0.0, synchronize
+        self.block = steps // BLOCKS
         self.blocks: list[float] = []
 
     def tick(self) -> None:
@@ -47,10 +49,10 @@ class Clock:
         if self.done == 1:
             self.synchronize()
             self.first = time.time()
-        if self.done % BLOCK == 0:
+        if self.done % self.block == 0:
             self.synchronize()
             now = time.perf_counter()
-            if self.done > BLOCK:
+            if self.done > self.block:
                 self.blocks.append(now - self.began)
             self.began = now
 
@@ -66,7 +68,7 @@ def network(setup: Setup | None = None):
     if setup and setup.model != "simple_convnet":
         import torchvision
 
-        return torchvision.models.get_model(setup.model, num_classes=1000)
+        return torchvision.models.get_model(setup.model, num_classes=setup.classes)
     convolutions = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
     head = nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)
     return nn.Sequential(*convolutions, *head)
@@ -80,7 +82,8 @@ def dataset(setup: Setup):
 
     if setup.dataset == "synthetic":
         images = torch.randn(SYNTHETIC, 3, setup.size, setup.size)
-        return torch.utils.data.TensorDataset(images, torch.randint(0, 1000, (SYNTHETIC,)))
+        data = torch.utils.data.TensorDataset(images, torch.randint(0, 1000, (SYNTHETIC,)))
+        return torch.utils.data.ConcatDataset([data] * (needed(setup) // SYNTHETIC + 1))
     if setup.dataset == "imagefolder":
         steps = [transforms.RandomResizedCrop(setup.size), transforms.RandomHorizontalFlip()]
         scale = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -92,6 +95,17 @@ def dataset(setup: Setup):
 
 def ranks() -> int:
     return int(os.environ["WORLD_SIZE"])
+
+
+def needed(setup: Setup) -> int:
+    """Samples, so that no epoch ends within a turn."""
+    return (setup.steps + 1) * setup.batch * ranks()
+
+
+def loading(setup: Setup) -> dict:
+    """Options of a DataLoader, as speed guides have them."""
+    gpu, workers = setup.device == "cuda", setup.workers
+    return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": gpu}
 
 
 def my_device(setup: Setup):
@@ -108,21 +122,34 @@ def autocast(setup: Setup):
     return torch.autocast(setup.device, torch.bfloat16, enabled=setup.amp)
 
 
-def ours(setup: Setup, clock: Clock) -> None:
+def ours(setup: Setup, clock: Clock, *more: str) -> None:
     """train_distributed.py, as it is, but for the augmentation and the dropout others lack."""
     sys.path.insert(0, str(REPO))
     import train_distributed
 
+    class Repeated(train_distributed.InMemoryImages):
+        def __len__(self) -> int:
+            return needed(setup)
+
+        def __getitems__(self, keys):
+            return super().__getitems__([key % SYNTHETIC for key in keys])
+
+    def synthetic(cfg):
+        train, test, spec = train_distributed.synthetic(cfg)
+        return Repeated(*train.tensors), test, spec
+
     options = "--dropout 0 --warmup-epochs 0 --lr-schedule constant --lr 0.01 --weight-decay 0"
-    options += f" --epochs {clock.steps} --stop-at-step {clock.steps} --log-every-steps {BLOCK}"
+    options += f" --epochs {clock.steps} --stop-at-step {clock.steps}"
+    options += f" --log-every-steps {clock.block} --checkpoint-dir {setup.directory}"
     options += f" --batch-size {setup.batch} --model {setup.model} --dataset {setup.dataset}"
-    options += f" --synthetic-samples {SYNTHETIC} --checkpoint-dir {setup.directory}"
+    options += f" --synthetic-samples {SYNTHETIC}"
     options += f" --amp {'bf16' if setup.amp else 'off'}" + " --compile" * setup.compile
     if setup.dataset == "mnist":
         options += " --no-augment"
     else:
         options += f" --image-size {setup.size}"
-    options = [*options.split(), "--data-dir", setup.data_dir]
+    if setup.dataset == "imagefolder":
+        options += f" --num-workers {setup.workers}"
     step = train_distributed.train_step
 
     def timed(*arguments):
@@ -131,8 +158,15 @@ def ours(setup: Setup, clock: Clock) -> None:
         return waited
 
     train_distributed.train_step = timed
+    train_distributed.DATASETS["synthetic"] = synthetic
     with contextlib.redirect_stdout(sys.stderr):
-        train_distributed.main(options)
+        if code := train_distributed.main([*options.split(), "--data-dir", setup.data_dir, *more]):
+            sys.exit(code)
+
+
+def ours_graphs(setup: Setup, clock: Clock) -> None:
+    """Ours, with --cuda-graphs (on one GPU)."""
+    ours(setup, clock, "--cuda-graphs")
 
 
 def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
@@ -220,17 +254,21 @@ def bare(setup: Setup):
     import torchvision
 
     device = my_device(setup)
-    if setup.device == "cpu":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2**31 - 1)
-        libc.mallopt(-4, 0)
-    torch.backends.cudnn.benchmark = True
     if setup.dataset == "mnist":
         data = torchvision.datasets.MNIST(setup.data_dir)
-        images, labels = ((data.data[:, None] / 255) - 0.1307) / 0.3081, data.targets
+        images = data.data[:, None].float().div_(255).sub_(0.1307).div_(0.3081)
+        labels = data.targets
     else:
-        images = torch.randn(SYNTHETIC, 3, setup.size, setup.size)
-        labels = torch.randint(0, 1000, (SYNTHETIC,))
+        number = max(SYNTHETIC, setup.batch + 1)
+        images = torch.randn(number, 3, setup.size, setup.size)
+        labels = torch.randint(0, setup.classes, (number,))
+    if setup.device == "cpu":
+        libc, cores = ctypes.CDLL(None), sorted(os.sched_getaffinity(0))
+        libc.mallopt(-1, 2**31 - 1)
+        libc.mallopt(-4, 0)
+        if share := cores[int(os.environ["LOCAL_RANK"]) :: ranks()]:
+            os.sched_setaffinity(0, share)
+    torch.backends.cudnn.benchmark = True
     model = network(setup).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     images = images.to(device).contiguous(memory_format=torch.channels_last)
@@ -247,9 +285,7 @@ def template(setup: Setup, clock: Clock) -> None:
     dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
     data = dataset(setup)
     sampler = DistributedSampler(data)
-    loader = DataLoader(
-        data, setup.batch, sampler=sampler, num_workers=setup.workers, drop_last=True
-    )
+    loader = DataLoader(data, setup.batch, sampler=sampler, drop_last=True, **loading(setup))
     model = torch.nn.parallel.DistributedDataParallel(network(setup).to(device))
     if setup.compile:
         model = torch.compile(model)
@@ -285,11 +321,8 @@ def examples(setup: Setup, clock: Clock) -> None:
     if ranks() > 1:
         dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
         model, sampler = torch.nn.parallel.DistributedDataParallel(model), DistributedSampler(data)
-    gpu = setup.device == "cuda"
-    more = {"num_workers": setup.workers, "persistent_workers": True, "pin_memory": True}
-    loader = DataLoader(
-        data, setup.batch, sampler=sampler, shuffle=not sampler, **more if gpu else {}
-    )
+    more = loading(setup) if setup.device == "cuda" or setup.dataset == "imagefolder" else {}
+    loader = DataLoader(data, setup.batch, sampler=sampler, shuffle=not sampler, **more)
     if setup.compile:
         model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -332,8 +365,7 @@ def lightning(setup: Setup, clock: Clock) -> None:
         def on_train_batch_end(self, *_arguments):
             clock.tick()
 
-    data, workers = dataset(setup), {"num_workers": setup.workers, "persistent_workers": True}
-    loader = DataLoader(data, setup.batch, shuffle=True, **workers)
+    loader = DataLoader(dataset(setup), setup.batch, shuffle=True, **loading(setup))
     with contextlib.redirect_stdout(sys.stderr):
         trainer = Trainer(
             accelerator="gpu" if setup.device == "cuda" else "cpu",
@@ -357,11 +389,13 @@ def accelerate(setup: Setup, clock: Clock) -> None:
     from torch.utils.data import DataLoader
 
     gpu = setup.device == "cuda"
+    if ranks() == 1:  # else it takes a lone process for one of many
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
     accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if setup.amp else "no")
     model = torch.compile(network(setup)) if setup.compile else network(setup)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data, workers = dataset(setup), {"num_workers": setup.workers, "persistent_workers": True}
-    loader = DataLoader(data, setup.batch, shuffle=True, **workers)
+    loader = DataLoader(dataset(setup), setup.batch, shuffle=True, **loading(setup))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     while not clock.over:
         for images, labels in loader:
@@ -377,7 +411,18 @@ def accelerate(setup: Setup, clock: Clock) -> None:
 
 CONTESTANTS = {
     function.__name__: function
-    for function in (limit, graphs, waits, sums, ours, template, examples, lightning, accelerate)
+    for function in (
+        limit,
+        graphs,
+        waits,
+        sums,
+        ours,
+        ours_graphs,
+        template,
+        examples,
+        lightning,
+        accelerate,
+    )
 }
 
 
@@ -399,7 +444,7 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if gpu:
         peak = torch.cuda.max_memory_allocated() / 2**20
-    speeds = [BLOCK * setup.batch / seconds for seconds in clock.blocks]
+    speeds = [clock.block * setup.batch / seconds for seconds in clock.blocks]
     print(json.dumps({"first": clock.first, "speeds": speeds, "peak": peak}))
 
 

@@ -12,6 +12,7 @@ All take turns; printed are medians of images per second, and of the shares with
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import statistics
@@ -61,7 +62,6 @@ def with_torchvision(path: str) -> torch.Tensor:
 
 def decode_all(function, paths: list[str], ready, go) -> None:
     torch.set_num_threads(1)
-    function(paths[0])
     ready.release()
     go.wait()
     for path in paths:
@@ -82,6 +82,8 @@ def bare(function, paths: list[str]) -> float:
     go.set()
     for process in processes:
         process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit("loader.py: error: a file could not be decoded, see above")
     return len(paths) / (time.perf_counter() - began)
 
 
@@ -104,7 +106,8 @@ class Loader:
     def __init__(self, data_dir: Path, files: int, workers: int):
         words = f"--dataset imagefolder --num-workers {workers} --checkpoint-dir ."
         cfg = trainer.parse_config([*words.split(), f"--data-dir={data_dir}"])
-        world = trainer.setup_distributed(cfg)
+        with contextlib.redirect_stdout(sys.stderr):
+            world = trainer.setup_distributed(cfg)
         dataset, _, _ = trainer.get_datasets(cfg, world)
         self.files = min(files, len(dataset))
         self.sampler = trainer.MicroBatchSampler(self.files, cfg, world)
@@ -133,6 +136,8 @@ def main() -> None:
     add("--workers", type=int, nargs="+", default=workers, help="[0 1 2, cores, twice the cores]")
     add("--rounds", type=int, default=5, help="[5]")
     options = parser.parse_args()
+    if options.files < CORES:
+        sys.exit(f"loader.py: error: --files should be {CORES} at least, one for each core")
     with tempfile.TemporaryDirectory() as directory:
         if not options.data_dir:
             options.data_dir = Path(directory, "made")

@@ -14,6 +14,7 @@ The contestants, each in benchmarks/contestants.py as its own documentation writ
     waits       the same, whose processes wait for each other in each step  (2 processes or more)
     sums        the same, whose processes sum their gradients, all at once  (2 processes or more)
     ours        train_distributed.py, as it is
+    ours_graphs the same with --cuda-graphs (--gpu, 1 process)
     template    what most DDP tutorials do
     examples    as pytorch/examples
     lightning   Lightning's Trainer    (pip install -r benchmarks/requirements.txt)
@@ -23,7 +24,7 @@ All train the same network on the same data with the same optimizer, the cores s
 the processes. They take turns, so that a machine whose speed drifts slows all of them; quote the
 ratios. Printed are medians over the rounds of: samples per second over all processes, the share of
 the limit (with its range), seconds from the command to the end of the first step, and the peak
-memory of the largest process while it trains, with --gpu on the GPU. A bar chart goes to --output.
+memory of the largest process, with --gpu on the GPU. A bar chart goes to --output.
 """
 
 import argparse
@@ -31,14 +32,14 @@ import importlib.util
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from ranks import run_ranks
 
 NAMES = [
     "limit",
@@ -46,48 +47,37 @@ NAMES = [
     "waits",
     "sums",
     "ours",
+    "ours_graphs",
     "template",
     "examples",
     "lightning",
     "accelerate",
 ]
-SETUP = ["batch", "steps", "model", "dataset", "data_dir", "size", "amp", "compile", "workers"]
+SETUP = [
+    "batch",
+    "steps",
+    "model",
+    "dataset",
+    "data_dir",
+    "classes",
+    "size",
+    "amp",
+    "compile",
+    "workers",
+]
 CONTESTANTS = Path(__file__).resolve().parent / "contestants.py"
 SAMPLE = CONTESTANTS.parent.parent / "data" / "mnist_sample"
 
 
 def launch(name: str, ranks: int, options) -> dict[str, float]:
     """One turn of a contestant, as processes of their own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
         setup = {key: getattr(options, key) for key in SETUP} | {"directory": directory}
         setup["device"] = "cuda" if options.gpu else "cpu"
-        command = [sys.executable, str(CONTESTANTS), name, json.dumps(setup)]
-        # What torchrun would set, on this machine alone.
-        env = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        env |= {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
-        env |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "speed"}
-        env |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+        env = {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
         began = time.time()
-        processes = [
-            subprocess.Popen(
-                command,
-                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        results = []
-        for process in processes:
-            out, err = process.communicate()
-            if process.returncode:
-                sys.exit(f"speed.py: error: {name} failed ({process.returncode}):\n{out}{err}")
-            results.append(json.loads(out.splitlines()[-1]))
+        outputs = run_ranks([str(CONTESTANTS), name, json.dumps(setup)], ranks, **env)
+        results = [json.loads(out.splitlines()[-1]) for out in outputs]
     return {
         "samples/s": sum(statistics.median(result["speeds"]) for result in results),
         "first step": max(result["first"] for result in results) - began,
@@ -95,25 +85,32 @@ def launch(name: str, ranks: int, options) -> dict[str, float]:
     }
 
 
-def write_mnist(root: Path) -> None:
-    """As many digits as MNIST has: the sample, 10 times over. So no epoch ends within a turn."""
+def write_mnist(root: Path, samples: int) -> None:
+    """The sample of MNIST over and over, so that no epoch ends within a turn."""
     (root / "MNIST/raw").mkdir(parents=True)
     for source in (SAMPLE / "MNIST/raw").glob("*ubyte"):
         data = source.read_bytes()
         if source.name.startswith("train"):
             header = 16 if "images" in source.name else 8  # magic number, count, (rows, columns)
-            count = 10 * int.from_bytes(data[4:8], "big")
-            data = data[:4] + count.to_bytes(4, "big") + data[8:header] + 10 * data[header:]
+            count = int.from_bytes(data[4:8], "big")
+            times = samples // count + 1
+            data = (
+                data[:4]
+                + (times * count).to_bytes(4, "big")
+                + data[8:header]
+                + times * data[header:]
+            )
         (root / "MNIST/raw" / source.name).write_bytes(data)
 
 
 def compare(names: list[str], ranks: int, options) -> dict[str, list[float]]:
     """Prints a table. Returns the shares of the limit, one per round, by contestant."""
-    names = [name for name in names if ranks > 1 or name not in ("waits", "sums")]
+    others = ("graphs", "ours_graphs") if ranks > 1 else ("waits", "sums")
+    names = [name for name in names if name not in others]
     turns: dict[str, list[dict]] = {name: [] for name in names}
-    for _ in range(options.rounds):
-        for name, results in turns.items():
-            results.append(launch(name, ranks, options))
+    for number in range(options.rounds):
+        for name in names if number % 2 else reversed(names):
+            turns[name].append(launch(name, ranks, options))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     print(f"\n| {ranks} process(es) | samples/s | share of the limit | first step | peak memory |")
@@ -157,7 +154,7 @@ def main() -> None:
     add("--ranks", type=int, nargs="+", default=[1, 2], help="processes [1 2]")
     add("--batch", type=int, default=64, help="samples per step and process [64]")
     add("--rounds", type=int, default=5, help="turns of each contestant [5]")
-    add("--steps", type=int, default=200, help="steps per turn [200]")
+    add("--steps", type=int, help="steps per turn [200; with --gpu 2000]")
     add("--gpu", action="store_true", help="train on GPUs, one per process")
     add("--model", default="simple_convnet", help="or one of torchvision's [simple_convnet]")
     add("--dataset", choices=["mnist", "synthetic", "imagefolder"], default="mnist")
@@ -165,7 +162,12 @@ def main() -> None:
     add("--size", type=int, default=224, help="pixels a side, but for MNIST [224]")
     add("--amp", action="store_true", help="bf16")
     add("--compile", action="store_true", help="all of them through torch.compile")
-    add("--workers", type=int, default=2, help="loader processes of a rank, but of ours [2]")
+    add(
+        "--workers",
+        type=int,
+        default=2,
+        help="loader processes of a rank, but for ours in memory [2]",
+    )
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
     add("--output", default="speed.png", help="[speed.png]")
     options = parser.parse_args()
@@ -173,9 +175,19 @@ def main() -> None:
 
     if options.gpu and torch.cuda.device_count() < max(options.ranks):
         sys.exit(f"speed.py: error: --gpu: there are {torch.cuda.device_count()} GPUs")
-    names = [name for name in NAMES if name in options.only]
+    names = [name for name in NAMES if name in ["limit", *options.only]]
     if not options.gpu or options.compile:
-        names = [name for name in names if name != "graphs"]
+        names = [name for name in names if name not in ("graphs", "ours_graphs")]
+    if (options.model == "simple_convnet") != (options.dataset == "mnist"):
+        sys.exit(
+            "speed.py: error: simple_convnet goes with mnist, torchvision's models with others"
+        )
+    options.steps = options.steps or (2000 if options.gpu else 200)
+    if options.steps < 20:
+        sys.exit("speed.py: error: --steps should be 20 at least")
+    options.classes = 1000
+    if options.dataset == "imagefolder":
+        options.classes = sum(path.is_dir() for path in Path(options.data_dir, "train").iterdir())
     for name in ("lightning", "accelerate"):
         if name in names and not importlib.util.find_spec(name):
             print(f"Without {name}: pip install -r benchmarks/requirements.txt", file=sys.stderr)
@@ -186,7 +198,8 @@ def main() -> None:
     print(machine)
     with tempfile.TemporaryDirectory() as directory:
         if options.dataset == "mnist":
-            write_mnist(Path(directory))
+            samples = (options.steps + 1) * options.batch * max(options.ranks)
+            write_mnist(Path(directory), max(samples, 60_000))
             options.data_dir = directory
         shares = {ranks: compare(names, ranks, options) for ranks in options.ranks}
     plot(shares, machine, options.output)

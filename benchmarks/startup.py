@@ -5,7 +5,7 @@
     python benchmarks/startup.py --ranks 1 --rounds 3 -- --compile
 
 Starts train_distributed.py on the sample of MNIST until its first step, with the options after --,
-and prints a table of medians over the rounds; the slowest process counts. The parts:
+and prints a table of medians over the rounds; of each part, the slowest process counts. The parts:
 
     interpreter   until Python runs its first line
     torch         import torch
@@ -14,41 +14,49 @@ and prints a table of medians over the rounds; the slowest process counts. The p
     data          read, in memory
     model         made, tried once
     DDP           its first two passes, on blank images
-    first step    with the optimizer's, which imports a part of PyTorch of its own; compiles
+    first step    with the optimizer's, which imports a part of PyTorch of its own
+
+With --compile, the first of these passes compiles: DDP's, on one process the first step's.
 """
 
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from ranks import run_ranks
+
 REPO = Path(__file__).resolve().parent.parent
 PARTS = ["interpreter", "torch", "imports", "rendezvous", "data", "model", "DDP", "first step"]
+NAMES = [*PARTS, "all", "beyond torch"]
 
 
-def rank(began: float, options: list[str]) -> None:
+def rank(options: list[str]) -> None:
     """One process: prints the seconds of each part."""
+    began = float(os.environ["BEGAN"])
     seconds = {"interpreter": time.time() - began}
 
     def since(last: float, name: str) -> float:
+        if "torch" in sys.modules and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         now = time.perf_counter()
         seconds[name] = seconds.get(name, 0.0) + now - last
         return now
 
     last = time.perf_counter()
-    import torch  # noqa: F401
+    import torch
 
     last = since(last, "torch")
     sys.path.insert(0, str(REPO))
     import train_distributed as trainer
 
     since(last, "imports")
+
+    printed = sys.stdout
 
     def timed(function, name: str):
         def work(*arguments):
@@ -73,38 +81,24 @@ def rank(began: float, options: list[str]) -> None:
         waited = step(*arguments)
         since(last, "first step")
         seconds["all"] = time.time() - began
-        print(json.dumps(seconds), file=sys.__stderr__, flush=True)
+        print(json.dumps(seconds), file=printed, flush=True)
         return waited
 
     trainer.train_step = first_step
-    sys.stdout = sys.__stdout__ = open(os.devnull, "w")
+    sys.stdout = open(os.devnull, "w")
     sys.exit(trainer.main(options))
 
 
-def launch(ranks: int, options: list[str]) -> dict[str, float]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    cores = len(os.sched_getaffinity(0))
-    env = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env |= {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
+def launch(ranks: int, gpu: bool, options: list[str]) -> dict[str, float]:
+    """Seconds of each part, of the process that took longest for it."""
+    env = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as directory:
         words = ["--stop-at-step=1", "--batch-size=8", f"--checkpoint-dir={directory}", *options]
-        processes = []
-        for number in range(ranks):
-            mine = {"RANK": str(number), "LOCAL_RANK": str(number)} if ranks > 1 else {}
-            command = [sys.executable, __file__, "--began", str(time.time()), "--", *words]
-            streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-            processes.append(subprocess.Popen(command, env=env | mine, **streams))
-        results = []
-        for process in processes:
-            _, err = process.communicate()
-            lines = [line for line in err.splitlines() if line.startswith('{"interpreter"')]
-            if process.returncode or not lines:
-                sys.exit(f"startup.py: error: a process failed:\n{err}")
-            results.append(json.loads(lines[0]))
-    return {part: max(r.get(part, 0.0) for r in results) for part in [*PARTS, "all"]}
+        outputs = run_ranks([__file__, "--rank", "--", *words], ranks, **env)
+    results = [json.loads(out.splitlines()[0]) for out in outputs]
+    for result in results:
+        result["beyond torch"] = result["all"] - result["interpreter"] - result["torch"]
+    return {name: max(result.get(name, 0.0) for result in results) for name in NAMES}
 
 
 def main() -> None:
@@ -113,24 +107,22 @@ def main() -> None:
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 8, 16, 32], help="[1 2 8 16 32]")
     add("--rounds", type=int, default=3, help="[3]")
-    add("--began", type=float, help=argparse.SUPPRESS)
+    add("--gpu", action="store_true", help="on GPUs, one per process: give --ranks")
+    add("--rank", action="store_true", help=argparse.SUPPRESS)
     add("options", nargs="*", help="of the trainer, after --")
     args = parser.parse_args()
-    if args.began:
-        rank(args.began, args.options)
+    if args.rank:
+        rank(args.options)
     turns: dict[int, list[dict]] = {ranks: [] for ranks in args.ranks}
     for _ in range(args.rounds):
         for ranks, results in turns.items():
-            results.append(launch(ranks, args.options))
+            results.append(launch(ranks, args.gpu, args.options))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    names = [*PARTS, "all", "beyond torch"]
-    print(f"| processes | {' | '.join(names)} |")
-    print("| --- " * (len(names) + 1) + "|")
+    print(f"| processes | {' | '.join(NAMES)} |")
+    print("| --- " * (len(NAMES) + 1) + "|")
     for ranks, results in turns.items():
-        for result in results:
-            result["beyond torch"] = result["all"] - result["interpreter"] - result["torch"]
-        row = [statistics.median(result[name] for result in results) for name in names]
+        row = [statistics.median(result[name] for result in results) for name in NAMES]
         print(f"| {ranks} | {' | '.join(f'{seconds:.2f}' for seconds in row)} |", flush=True)
 
 

@@ -35,6 +35,7 @@ import train_distributed as trainer  # noqa: E402
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, DDP's: the first one is small, to start early
 FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as long
 OVERHEAD = 1.5e9  # bytes of GPU memory that CUDA, cuDNN and NCCL take for themselves
+JPEGS = 100  # of ImageNet's size, decoded in a second by a core
 START_SECONDS = 60  # of a job: imports, rendezvous, data, the checkpoint, the first steps
 KNOWN = {"mnist": 60_000, "fashion_mnist": 60_000}  # training samples
 
@@ -108,14 +109,18 @@ def read_links(path: str, args) -> Links:
             continue
         short, long = (seconds[f"{name} {size}"] for size in sizes)
         bandwidth = 2 * (p - 1) / p * (sizes[1] - sizes[0]) / max(long - short, 1e-9)
-        if name == "node" or p == local:
-            latency = short / (2 * (p - 1))
-            links = replace(links, intra_latency=latency, intra_bandwidth=bandwidth)
-        else:
-            nodes = ranks // local
-            around = short * ranks / (2 * (ranks - 1)) - (ranks - nodes) * links.intra_latency
-            latency = max(around / nodes, 0.0)
-            links = replace(links, inter_latency=latency, inter_bandwidth=bandwidth)
+        inside = name == "node" or p == local
+        which = "intra" if inside else "inter"
+        links = replace(links, **{f"{which}_bandwidth": bandwidth})
+        nodes = 1 if inside else ranks // local
+        low, high = 0.0, short
+        for _ in range(60):  # the latency with which the formula gives what was measured
+            middle = (low + high) / 2
+            links = replace(links, **{f"{which}_latency": middle})
+            if min(all_reduce_seconds(sizes[0], nodes, local, links).values()) < short:
+                low = middle
+            else:
+                high = middle
     return links
 
 
@@ -163,7 +168,8 @@ def describe_data(args) -> trainer.DataSpec:
         args.samples = args.samples or KNOWN[args.dataset]
         small = args.dataset not in ("imagefolder", "synthetic")
         size = args.image_size or (28 if small else 224)
-        spec = trainer.DataSpec(1 if small else 3, size, 10 if small else 1000, (0.0,), (1.0,))
+        channels = 1 if small and args.model == "simple_convnet" else 3
+        spec = trainer.DataSpec(channels, size, 10 if small else 1000, (0.0,), (1.0,))
     return replace(spec, classes=args.classes or spec.classes)
 
 
@@ -244,15 +250,18 @@ def plan(args) -> list[tuple[str, str]]:
     save = model["checkpoint"] / (1e9 * args.disk_gbytes)
     failures = 3600 * args.node_failure_hours / nodes
     interval = checkpoint_interval(save, failures)
+    epoch = sampler.steps_per_epoch * step + save
+    whole = args.epochs * epoch
     usable = 3600 * args.time_limit_hours - START_SECONDS - min(120, 360 * args.time_limit_hours)
     if usable <= 0:
         raise trainer.UserError("--time-limit-hours leaves no time to train in: raise it")
-    requeues = max(0, math.ceil(steps * step / usable) - 1)
+    requeues = max(0, math.ceil(whole / usable) - 1)
     lost = save / interval + (interval / 2 + START_SECONDS) / failures
     often = f"--checkpoint-every-steps {max(1, round(interval / step))}"
-    if interval > steps * step:
+    if interval > whole:
         often = "the run is shorter"
 
+    linear = args.global_batch_size / (ranks * speed) / step
     source = "measured" if args.samples_per_second else f"a guess, at {args.tflops:g} TFLOP/s"
     measured = f"measured, {args.links}" if args.links else "assumed, or of your options"
     lines = [
@@ -270,18 +279,30 @@ def plan(args) -> list[tuple[str, str]]:
                   f"({measured})"),
         ("all_reduce", f"of all gradients at once: ring {time_of(times['ring'])}, "
                        f"tree {time_of(times['tree'])}"),
-        ("step", f"{time_of(step)}: {100 * compute / step:.1f} % of linear scaling, "
-                 f"{args.global_batch_size / step:.0f} samples/s; {time_of(steps * step)} in all"),
+        ("step", f"{time_of(step)}: {100 * linear:.1f} % of linear scaling, "
+                 f"{args.global_batch_size / step:.0f} samples/s; {time_of(whole)} in all"),
+        ("data", f"{args.global_batch_size / step / nodes:.0f} samples/s for each node to read"),
         ("memory", f"{size_of(needed)} of {args.gpu_gbytes:g} GB on each GPU, at least: "
                    + ", ".join(f"{name} {size_of(size)}" for name, size in memory.items())),
-        ("checkpoint", f"{size_of(model['checkpoint'])}, {time_of(save)} to write; one every "
-                       f"{time_of(interval)} loses least, {100 * lost:.2g} % of the time "
-                       f"({often}), if "
-                       f"{trainer.count(nodes, 'node')} fail every {time_of(failures)}"),
+        ("checkpoint", f"{size_of(model['checkpoint'])}, {time_of(save)} to write at the end of "
+                       f"each epoch, {100 * save / epoch:.2g} % of it"),
+        ("", f"if one of {trainer.count(nodes, 'node')} fails every {time_of(failures)}, another "
+             f"every {time_of(interval)} loses least, {100 * lost:.2g} % of the time ({often})"),
         ("requeues", f"{requeues} with a time limit of {time_of(3600 * args.time_limit_hours)}"),
     ]  # fmt: skip
     if needed > 1e9 * args.gpu_gbytes:
         lines.append(("WARN", "it does not fit: lower --batch-size, or --activation-checkpointing"))
+    if save > epoch / 20:
+        lines.append(("WARN", "saving takes long for so short an epoch: --async-checkpoint"))
+    if sampler.per_step % ranks:
+        even = args.batch_size * per_rank * ranks
+        lines.append(("WARN", f"{sampler.per_step} micro-batches on {ranks} ranks: some ranks wait "
+                              f"for others; --global-batch-size {even} occupies all"))  # fmt: skip
+    if args.dataset == "imagefolder":
+        cores = args.global_batch_size / step / nodes / JPEGS
+        lines.append(("WARN", f"at {JPEGS} JPEG files a second on a core, a guess "
+                              "(benchmarks/loader.py measures it), decoding takes "
+                              f"{cores:.0f} cores of each node"))  # fmt: skip
     if compute / step < 0.9:
         lines.append(("WARN", "the links hold it up: more micro-batches a step "
                               "(--global-batch-size) make communication rarer"))  # fmt: skip
