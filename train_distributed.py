@@ -477,8 +477,6 @@ def place_model(cfg: argparse.Namespace, world: World, spec: "DataSpec", smalles
         # is compiled for "any shape" depends on which came first, so a resumed run would differ.
         model.compile(dynamic=False, mode="reduce-overhead" if cfg.cuda_graphs else None)
     if cfg.cuda_graphs:
-        if world.world_size > 1 or cfg.reproducible:
-            raise UserError("--cuda-graphs is for one rank without --reproducible: use --compile")
         # A graph's output may not become .grad, or its next run changes it (pytorch #169545). So
         # there is a .grad before, to which it is added, and which update() keeps.
         for parameter in model.parameters():
@@ -1395,6 +1393,8 @@ def tune(cfg: argparse.Namespace, world: World) -> None:
         torch.use_deterministic_algorithms(True)
     elif world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # shapes stay the same: try the algorithms once
+    if cfg.cuda_graphs and (world.world_size > 1 or cfg.reproducible):
+        raise UserError("--cuda-graphs is for one rank without --reproducible: use --compile")
     if world.device.type == "cpu":
         if cfg.amp == "fp16":
             raise UserError("--amp fp16 needs a GPU: use --amp bf16")
@@ -1755,15 +1755,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def look_up_master(world: World, host: str, deadline: float) -> None:
     """UserError for a name that nobody knows, where c10d would warn for minutes."""
-    deadline = min(deadline, time.monotonic() + 10)  # name services have their moments
+    deadline = min(deadline, time.monotonic() + 30)  # name services have their moments
     while True:
         try:
             socket.getaddrinfo(world.master_addr, world.master_port)
             return
-        except OSError as error:
-            if time.monotonic() > deadline - 1:
+        except (OSError, UnicodeError) as error:  # the latter: such a name cannot be
+            if time.monotonic() > deadline - 1 or isinstance(error, UnicodeError):
+                why = getattr(error, "strerror", error)
                 raise UserError(
-                    f"master {world.master_addr} is unknown on {host} ({error.strerror}): "
+                    f"master {world.master_addr} is unknown on {host} ({why}): "
                     "set MASTER_ADDR to an address of rank 0's host"
                 ) from None
         time.sleep(1)
@@ -1857,7 +1858,8 @@ def choose_interface(world: World, store: dist.Store, card: dict) -> None:
 
 def address_towards(host: str) -> str:
     """This machine's address on the way to the host. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+    # UnicodeError: such a name cannot be.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError, UnicodeError):
         probe.connect((host, 1))
         return probe.getsockname()[0]
     return "127.0.0.1"

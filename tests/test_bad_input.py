@@ -176,10 +176,11 @@ def test_cuda_graphs_on_two_ranks(tmp_path, tiny):
     assert message == "--cuda-graphs is for one rank without --reproducible: use --compile"
 
 
-def test_a_master_that_nobody_knows(tmp_path, tiny):
-    unknown = {"MASTER_ADDR": "nobody.invalid"}
+@pytest.mark.parametrize("name", ["nobody.invalid", "no..body"])
+def test_a_master_that_nobody_knows(tmp_path, tiny, name):
+    unknown = {"MASTER_ADDR": name}
     message = refuse(tmp_path / "r", *tiny, "--init-timeout=3", ranks=2, env=unknown)
-    assert "master nobody.invalid is unknown on " in message
+    assert f"master {name} is unknown on " in message
     assert message.endswith("set MASTER_ADDR to an address of rank 0's host")
 
 
