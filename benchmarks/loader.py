@@ -41,7 +41,7 @@ def make_files(root: Path, number: int) -> None:
     for index in range(number):
         pixels = np.zeros((375, 500, 3), np.float32)
         for octave in range(1, 9):
-            small = generator.normal(0, 40 / octave, (2**octave, 2**octave, 3)).astype(np.float32)
+            small = generator.normal(0, 24, (2**octave, 2**octave, 3)).astype(np.float32)
             layers = [Image.fromarray(small[..., c]).resize((500, 375)) for c in range(3)]
             pixels += np.stack(layers, -1)
         image = Image.fromarray(np.clip(pixels + 128, 0, 255).astype(np.uint8))
