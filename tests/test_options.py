@@ -64,6 +64,17 @@ def test_compile_resumes_bitwise(tmp_path):
     assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
 
 
+@pytest.mark.long
+def test_every_speed_option_at_once_resumes_bitwise(tmp_path, tiny):
+    options = [*tiny, "--epochs=1", "--compile", "--amp=bf16", "--async-checkpoint"]
+    options += ["--activation-checkpointing", "--num-workers=2", "--optimizer=adamw", "--lr=0.001"]
+    untouched = train(tmp_path / "untouched", 2, *options, timeout=400)
+    train(tmp_path / "run", 2, *options, "--stop-at-step=5", timeout=400)
+    resumed = train(tmp_path / "run", 2, *options, timeout=400)
+    end = "checkpoint_epoch_1"
+    assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
+
+
 def test_compile(tmp_path, tiny, plain):
     run = train(tmp_path / "run", 2, *tiny, "--epochs=1", "--compile", "--dropout=0", timeout=400)
     eager = train(tmp_path / "eager", 2, *tiny, "--epochs=1", "--dropout=0")

@@ -68,7 +68,7 @@ def over(path, content: str) -> tuple[str, str]:
     return f"cat > {copy} <<'END' && mount --bind {copy} {path}\n{content}\nEND", f"umount {path}"
 
 
-@pytest.mark.parametrize("script", [RUN, SRUN])
+@pytest.mark.parametrize("script", [RUN, pytest.param(SRUN, marks=pytest.mark.long)])
 def test_a_healthy_cluster_gets_no_warning(cluster, repo, tmp_path, script):
     seconds, code, findings, text = job(cluster, repo, tmp_path / "run", script)
     assert code == 0 and findings, text

@@ -88,7 +88,7 @@ def sections():
         yield pytest.param(title, marks=pytest.mark.long if title in CAN_WAIT else ())
 
 
-@pytest.mark.parametrize("title", sections())
+@pytest.mark.parametrize("title", list(sections()))
 def test_the_guide_shows_what_is_printed_and_all_end_with_the_same_weights(
     run, train_dir, expected, title
 ):

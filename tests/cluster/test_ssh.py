@@ -158,7 +158,7 @@ def test_logs_that_cannot_be_written_are_said_before_anything_starts(cluster, tm
     assert code == 2 and f"error: cannot write to {copy}/logs\n" in text
 
 
-@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
 def test_a_second_ctrl_c_ends_what_does_not_stop(cluster, stubborn, launcher):
     launch = stubborn(launcher)
     press_ctrl_c(launch)

@@ -12,7 +12,7 @@ from test_stop import FOREVER, wait_for_step
 TIMEOUT = 3
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_stopped_rank_is_named_by_the_others_with_their_stacks(tmp_path, tiny, rank):
     ended = []
 
