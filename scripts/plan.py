@@ -35,7 +35,7 @@ import train_distributed as trainer  # noqa: E402
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, DDP's: the first one is small, to start early
 FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as long
 OVERHEAD = 1.5e9  # bytes of GPU memory that CUDA, cuDNN and NCCL take for themselves
-JPEGS = 100  # of ImageNet's size, decoded in a second by a core
+JPEGS = 200  # of ImageNet's size, decoded in a second by a core
 START_SECONDS = 60  # of a job: imports, rendezvous, data, the checkpoint, the first steps
 KNOWN = {"mnist": 60_000, "fashion_mnist": 60_000}  # training samples
 
