@@ -100,6 +100,7 @@ def test_links_that_the_doctor_measured_are_taken(tmp_path):
     links = plan.read_links(str(file), plan.build_parser().parse_args([]))
     assert links.intra_bandwidth == pytest.approx(100e9, rel=0.01)
     assert links.inter_bandwidth == pytest.approx(10e9, rel=0.01)
+    assert links.inter_latency == pytest.approx(10e-6, rel=0.2)
     for n, shape in (8192, (1, 4)), (8192, (3, 4)), (64 << 20, (3, 4)):
         again = min(plan.all_reduce_seconds(n, *shape, links).values())
         assert again == pytest.approx(seconds(n, *shape), rel=0.02)
