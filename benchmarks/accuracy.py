@@ -7,8 +7,8 @@
 The template is the usual one (a transform per image, loader workers, .item() in every step, batch
 64, SGD with momentum at a constant 0.01), with the same network; it evaluates after each epoch and
 ends when it is good enough. Ours trains as configs/mnist_fast.yaml says. One process each, with all
-cores; another seed each round. Prints seconds and test
-accuracies per round, and the median ratio of the rounds in which both reached --accuracy.
+cores; another seed each round. Prints seconds and test accuracies per round, and the median ratio
+of the rounds in which both reached --accuracy.
 """
 
 import argparse

@@ -61,6 +61,11 @@ def measure(options, directory: str) -> None:
 
     trainer.Saver.write = timed_write
 
+    def now() -> float:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     def train(steps: int) -> float:
         nonlocal step
         began = now()
@@ -68,11 +73,6 @@ def measure(options, directory: str) -> None:
             trainer.train_step(run, batches, step % 256, step, sums)
             step += 1
         return (now() - began) / steps
-
-    def now() -> float:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     alone = [train(5) for _ in range(5)][1:]
     stalls: dict[bool, list[float]] = {False: [], True: []}

@@ -83,7 +83,9 @@ def dataset(setup: Setup):
     if setup.dataset == "synthetic":
         images = torch.randn(SYNTHETIC, 3, setup.size, setup.size)
         data = torch.utils.data.TensorDataset(images, torch.randint(0, 1000, (SYNTHETIC,)))
-        return torch.utils.data.ConcatDataset([data] * (needed(setup) // SYNTHETIC + 1))
+        return torch.utils.data.ConcatDataset(
+            [data] * (needed(setup.steps, setup.batch, ranks()) // SYNTHETIC + 1)
+        )
     if setup.dataset == "imagefolder":
         steps = [transforms.RandomResizedCrop(setup.size), transforms.RandomHorizontalFlip()]
         scale = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -97,9 +99,9 @@ def ranks() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def needed(setup: Setup) -> int:
+def needed(steps: int, batch: int, ranks: int) -> int:
     """Samples, so that no epoch ends within a turn."""
-    return (setup.steps + 1) * setup.batch * ranks()
+    return (steps + 1) * batch * ranks
 
 
 def loading(setup: Setup) -> dict:
@@ -116,6 +118,14 @@ def my_device(setup: Setup):
     return torch.device(setup.device)
 
 
+def meet(setup: Setup):
+    """Joins the other processes. Returns my_device()."""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
+    return my_device(setup)
+
+
 def autocast(setup: Setup):
     import torch
 
@@ -129,7 +139,7 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
 
     class Repeated(train_distributed.InMemoryImages):
         def __len__(self) -> int:
-            return needed(setup)
+            return needed(setup.steps, setup.batch, ranks())
 
         def __getitems__(self, keys):
             return super().__getitems__([key % SYNTHETIC for key in keys])
@@ -194,8 +204,7 @@ def waits(setup: Setup, clock: Clock) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
-    one = torch.ones(1, device=my_device(setup))
+    one = torch.ones(1, device=meet(setup))
     limit(setup, clock, lambda model: dist.all_reduce(one))
 
 
@@ -212,7 +221,7 @@ def sums(setup: Setup, clock: Clock) -> None:
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients)])
 
-    dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
+    meet(setup)
     limit(setup, clock, exchange)
 
 
@@ -278,12 +287,9 @@ def bare(setup: Setup):
 def template(setup: Setup, clock: Clock) -> None:
     """What most DDP tutorials do: loader workers, DistributedSampler, .item() in every step."""
     import torch
-    import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
 
-    device = my_device(setup)
-    dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
-    data = dataset(setup)
+    device, data = meet(setup), dataset(setup)
     sampler = DistributedSampler(data)
     loader = DataLoader(data, setup.batch, sampler=sampler, drop_last=True, **loading(setup))
     model = torch.nn.parallel.DistributedDataParallel(network(setup).to(device))
@@ -313,13 +319,11 @@ def examples(setup: Setup, clock: Clock) -> None:
     With several processes, as its distributed/ddp-tutorial-series: DDP and DistributedSampler.
     """
     import torch
-    import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
 
-    device = my_device(setup)
+    device = meet(setup) if ranks() > 1 else my_device(setup)
     data, model, sampler = dataset(setup), network(setup).to(device), None
     if ranks() > 1:
-        dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
         model, sampler = torch.nn.parallel.DistributedDataParallel(model), DistributedSampler(data)
     more = loading(setup) if setup.device == "cuda" or setup.dataset == "imagefolder" else {}
     loader = DataLoader(data, setup.batch, sampler=sampler, shuffle=not sampler, **more)
@@ -433,7 +437,7 @@ def main() -> None:
     name, setup = sys.argv[1], Setup(**json.loads(sys.argv[2]))
     import torch
 
-    if name != "ours":  # which does so by itself
+    if name not in ("ours", "ours_graphs"):  # which do so by themselves
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     gpu = setup.device == "cuda"
     clock = Clock(setup.steps, *[torch.cuda.synchronize] * gpu)

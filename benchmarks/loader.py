@@ -7,7 +7,7 @@
 Bare decoding is the limit: as many processes as cores, each of which opens, decodes, crops, resizes
 and flips its share of the files, as `--dataset imagefolder` does, and hands nothing on. The
 trainer's loader does so in --workers processes and hands on batches of 64, which nobody trains on.
-Below the line, what would lift the limit: other decoders, and files made smaller once.
+The last two rows are what would lift the limit: another decoder, and files made smaller once.
 All take turns; printed are medians of images per second, and of the shares within a round.
 """
 
@@ -103,17 +103,11 @@ def make_smaller(source: Path, target: Path, paths: list[str]) -> list[str]:
 class Loader:
     """The trainer's, with that many workers; timed over whole epochs after a first one."""
 
-    def __init__(self, data_dir: Path, files: int, workers: int):
-        words = f"--dataset imagefolder --num-workers {workers} --checkpoint-dir ."
-        cfg = trainer.parse_config([*words.split(), f"--data-dir={data_dir}"])
-        with contextlib.redirect_stdout(sys.stderr):
-            world = trainer.setup_distributed(cfg)
-        dataset, _, _ = trainer.get_datasets(cfg, world)
-        self.files = min(files, len(dataset))
-        self.sampler = trainer.MicroBatchSampler(self.files, cfg, world)
-        dataset = torch.utils.data.Subset(dataset, range(self.files))
+    def __init__(self, cfg, world, dataset, files: int, workers: int):
+        self.files, cfg.num_workers = files, workers
+        self.sampler = trainer.MicroBatchSampler(files, cfg, world)
+        dataset = torch.utils.data.Subset(dataset, range(files))
         self.loader, self.epoch = trainer.get_dataloader(cfg, world, dataset, self.sampler), 0
-        torch.set_num_threads(1)
         self.speed()
 
     def speed(self) -> float:
@@ -146,14 +140,22 @@ def main() -> None:
 
 
 def compare(options, directory: Path) -> None:
-    folder = torchvision.datasets.ImageFolder(options.data_dir / "train")
-    paths = [path for path, _ in folder.samples[: options.files]]
+    words = ["--dataset=imagefolder", f"--data-dir={options.data_dir}"]
+    cfg = trainer.parse_config(words)
+    with contextlib.redirect_stdout(sys.stderr):
+        world = trainer.setup_distributed(cfg)
+    dataset, _, _ = trainer.get_datasets(cfg, world)
+    torch.set_num_threads(1)
+    paths = [path for path, _ in dataset.samples[: options.files]]
     smaller = make_smaller(options.data_dir, directory / "smaller", paths)
-    crop = [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-    as_trainer = v2.Compose([trainer.decode, *crop])
+
+    def as_trainer(path: str) -> torch.Tensor:
+        return dataset.transform(dataset.loader(path))
+
     ways = {"bare decoding, the limit": lambda: bare(as_trainer, paths)}
     for workers in options.workers:
-        ways[f"ours, {workers} workers"] = Loader(options.data_dir, options.files, workers).speed
+        loader = Loader(cfg, world, dataset, len(paths), workers)
+        ways[f"ours, {workers} workers"] = loader.speed
     ways["bare, torchvision's decoder"] = lambda: bare(with_torchvision, paths)
     ways["bare, files of 256 pixels"] = lambda: bare(as_trainer, smaller)
     kilobytes = statistics.mean(os.path.getsize(path) for path in paths) / 1e3

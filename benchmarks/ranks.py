@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 
-def run_ranks(words: list[str], ranks: int, **env: str) -> list[str]:
+def run_ranks(words: list[str], ranks: int, places=None, **env: str) -> list[str]:
     """Starts this Python with these words once per rank. Returns what each has printed to stdout.
+
+    places: by rank, words that go before the command. env: variables of all of them.
 
     If one fails, the others are killed and this process exits, with what the first to fail said.
     """
@@ -24,12 +26,15 @@ def run_ranks(words: list[str], ranks: int, **env: str) -> list[str]:
     with tempfile.TemporaryDirectory() as directory:
         streams = [[Path(directory, f"{rank}.{name}") for name in "oe"] for rank in range(ranks)]
         processes = []
-        for rank, (out, err) in enumerate(streams):
+        for rank, (place, (out, err)) in enumerate(zip(places or [[]] * ranks, streams)):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "BEGAN": str(time.time())}
             with out.open("w") as to_out, err.open("w") as to_err:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, *words], env=shared | own, stdout=to_out, stderr=to_err
+                        [*place, sys.executable, *words],
+                        env=shared | own,
+                        stdout=to_out,
+                        stderr=to_err,
                     )
                 )
         try:

@@ -13,13 +13,15 @@ processes of one host, whose link is the memory, and which soon are more than it
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+
+from ranks import run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "scripts"))
@@ -38,7 +40,7 @@ def worker() -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     seconds = {}
     for size in (SMALL, *SIZES):
         data, times = torch.zeros(size // 4), []
@@ -89,28 +91,9 @@ def hosts(number: int, mbits: float):
 
 def measure(places: list[list[str]], master: str, interface: str) -> dict[int, float]:
     """A rank in each of the places (words that go before a command)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = os.environ | {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": master}
-    env |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+    env = {"MASTER_ADDR": master, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else c10d complains that hosts have no names
-    ranks = [
-        subprocess.Popen(
-            [*words, sys.executable, __file__, "--worker"],
-            env=env | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, words in enumerate(places)
-    ]
-    try:
-        out = [rank.communicate(timeout=600)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        sys.exit("scaling.py: error: a rank failed, see above")
+    out = run_ranks([__file__, "--worker"], len(places), places, **env)
     return {int(size): seconds for size, seconds in json.loads(out[0]).items()}
 
 

@@ -37,43 +37,23 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
+import contestants
 from ranks import run_ranks
 
-NAMES = [
-    "limit",
-    "graphs",
-    "waits",
-    "sums",
-    "ours",
-    "ours_graphs",
-    "template",
-    "examples",
-    "lightning",
-    "accelerate",
-]
-SETUP = [
-    "batch",
-    "steps",
-    "model",
-    "dataset",
-    "data_dir",
-    "classes",
-    "size",
-    "amp",
-    "compile",
-    "workers",
-]
-CONTESTANTS = Path(__file__).resolve().parent / "contestants.py"
-SAMPLE = CONTESTANTS.parent.parent / "data" / "mnist_sample"
+NAMES = list(contestants.CONTESTANTS)
+CONTESTANTS = Path(contestants.__file__)
+SAMPLE = contestants.REPO / "data" / "mnist_sample"
 
 
 def launch(name: str, ranks: int, options) -> dict[str, float]:
     """One turn of a contestant, as processes of their own."""
     with tempfile.TemporaryDirectory() as directory:
-        setup = {key: getattr(options, key) for key in SETUP} | {"directory": directory}
-        setup["device"] = "cuda" if options.gpu else "cpu"
+        given = vars(options) | {"directory": directory}
+        names = [field.name for field in fields(contestants.Setup)]
+        setup = {key: given[key] for key in names}
         env = {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
         began = time.time()
         outputs = run_ranks([str(CONTESTANTS), name, json.dumps(setup)], ranks, **env)
@@ -185,7 +165,7 @@ def main() -> None:
     options.steps = options.steps or (2000 if options.gpu else 200)
     if options.steps < 20:
         sys.exit("speed.py: error: --steps should be 20 at least")
-    options.classes = 1000
+    options.device, options.classes = "cuda" if options.gpu else "cpu", 1000
     if options.dataset == "imagefolder":
         options.classes = sum(path.is_dir() for path in Path(options.data_dir, "train").iterdir())
     for name in ("lightning", "accelerate"):
@@ -198,7 +178,7 @@ def main() -> None:
     print(machine)
     with tempfile.TemporaryDirectory() as directory:
         if options.dataset == "mnist":
-            samples = (options.steps + 1) * options.batch * max(options.ranks)
+            samples = contestants.needed(options.steps, options.batch, max(options.ranks))
             write_mnist(Path(directory), max(samples, 60_000))
             options.data_dir = directory
         shares = {ranks: compare(names, ranks, options) for ranks in options.ranks}

@@ -55,7 +55,6 @@ def rank(options: list[str]) -> None:
     import train_distributed as trainer
 
     since(last, "imports")
-
     printed = sys.stdout
 
     def timed(function, name: str):

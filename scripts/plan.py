@@ -67,6 +67,11 @@ def all_reduce_seconds(size: float, nodes: int, per_node: int, links: Links) -> 
     }
 
 
+def reduce_seconds(size: float, nodes: int, per_node: int, links: Links) -> float:
+    """Of the faster one."""
+    return min(all_reduce_seconds(size, nodes, per_node, links).values())
+
+
 def step_seconds(compute: float, gradients: float, reduce) -> float:
     """A step with its communication: DDP sends a bucket as soon as backward has filled it.
 
@@ -114,13 +119,11 @@ def read_links(path: str, args) -> Links:
         links = replace(links, **{f"{which}_bandwidth": bandwidth})
         nodes = 1 if inside else ranks // local
         low, high = 0.0, short
-        for _ in range(60):  # the latency with which the formula gives what was measured
+        for _ in range(60):  # the latency with which reduce_seconds() gives what was measured
             middle = (low + high) / 2
             links = replace(links, **{f"{which}_latency": middle})
-            if min(all_reduce_seconds(sizes[0], nodes, local, links).values()) < short:
-                low = middle
-            else:
-                high = middle
+            too_fast = reduce_seconds(sizes[0], nodes, local, links) < short
+            low, high = (middle, high) if too_fast else (low, middle)
     return links
 
 
@@ -235,7 +238,7 @@ def plan(args) -> list[tuple[str, str]]:
     times = all_reduce_seconds(model["gradients"], nodes, each, links)
 
     def reduce(size: float) -> float:
-        return min(all_reduce_seconds(size, nodes, each, links).values())
+        return reduce_seconds(size, nodes, each, links)
 
     step = compute - last_pass + step_seconds(last_pass, model["gradients"], reduce)
     steps = args.epochs * sampler.steps_per_epoch
