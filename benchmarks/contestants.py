@@ -99,6 +99,10 @@ def ranks() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def my_rank() -> int:
+    return int(os.environ["LOCAL_RANK"])
+
+
 def needed(steps: int, batch: int, ranks: int) -> int:
     """Samples, so that no epoch ends within a turn."""
     return (steps + 1) * batch * ranks
@@ -114,7 +118,7 @@ def my_device(setup: Setup):
     import torch
 
     if setup.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(my_rank())
     return torch.device(setup.device)
 
 
@@ -275,8 +279,9 @@ def bare(setup: Setup):
         libc, cores = ctypes.CDLL(None), sorted(os.sched_getaffinity(0))
         libc.mallopt(-1, 2**31 - 1)
         libc.mallopt(-4, 0)
-        if share := cores[int(os.environ["LOCAL_RANK"]) :: ranks()]:
-            os.sched_setaffinity(0, share)
+        begin, end = (len(cores) * n // ranks() for n in (my_rank(), my_rank() + 1))
+        if cores[begin:end]:  # neighbours, as the trainer's take_cores()
+            os.sched_setaffinity(0, cores[begin:end])
     torch.backends.cudnn.benchmark = True
     model = network(setup).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
