@@ -54,7 +54,7 @@ there() {
       kill -TERM "$command"
     done
     kill -TERM "$command"
-    ON_NODE="$id" sleep 5 # for a last save
+    read -r -t 5 <> <(:) || true # 5 s for a last save; a `sleep` could outlive us
     end_all "$id"
   } <&0 >/dev/null 2>&1 &
   watch=$!
@@ -75,7 +75,11 @@ speak() {
     "set REPO_ROOT" >&2; exit 2; }\n' "$REPO_ROOT"
   printf '%q ' there "${LAUNCH_DIR:-$$}.$1" "${@:2}"
   echo
-  [[ -z "$LAUNCH_DIR" ]] || exec <"$LAUNCH_DIR/line"
+  if [[ -n "$LAUNCH_DIR" ]]; then
+    # Held open by us for a moment: opening it would wait for a launcher that has gone.
+    # shellcheck disable=SC2094
+    exec 3<>"$LAUNCH_DIR/line" <"$LAUNCH_DIR/line" 3>&-
+  fi
   while read -r -t 0.5 || [[ $? -gt 128 ]]; do # over 128: nothing came; 1: the line is closed
     if [[ -z "$asked" && -e "$LAUNCH_DIR/stop" ]]; then
       asked=1

@@ -142,4 +142,5 @@ class Cluster:
         for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)  # not into the next test
-        assert not [f"{process.host}: {process.line}" for process in left]
+        text = "\n".join(f"{process.host}: {process.line}" for process in left)
+        assert not text, f"still running after {seconds} s:\n{text}"

@@ -302,6 +302,18 @@ def test_a_master_that_cannot_be_reached_is_named_at_once(cluster, repo):
     cluster.assert_nothing_left(1)
 
 
+def test_a_node_that_starts_when_its_launcher_has_gone_ends_at_once(cluster, repo, tmp_path):
+    (tmp_path / "launch").mkdir()
+    os.mkfifo(tmp_path / "launch/line")  # which nobody holds
+    words = ["scripts/ssh/node.sh", "node01", "sleep", "60"]
+    env = {"LAUNCH_DIR": str(tmp_path / "launch")}
+    nodes = [cluster.start("login", *words, cwd=repo, **env) for _ in range(8)]
+    for node in nodes:
+        assert node.communicate(timeout=20) == ("", None)
+        assert node.returncode == 128 + signal.SIGTERM
+    cluster.assert_nothing_left(1)
+
+
 def test_a_busy_port_is_passed_over_or_said(cluster, repo):
     listen = "import socket, time; s = socket.create_server(('', 29400)); time.sleep(60)"
     listener = cluster.start("node01", sys.executable, "-c", listen)
