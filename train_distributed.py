@@ -36,6 +36,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import io
 import itertools
 import json
 import math
@@ -1220,7 +1221,7 @@ def open_run_directory(cfg, chosen: str | None, progress: Progress) -> MetricsLo
 
 # ----------------------------------------------------------------------------------- STOPPING
 
-STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 class StopWishes:
@@ -1242,7 +1243,8 @@ class StopWishes:
         # Time to save in: a tenth of what there is, at most two minutes.
         self.reserve = min(120.0, max(0.0, self.end - self.began) / 10)
         for number in STOP_SIGNALS:
-            signal.signal(number, self.on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, _frame) -> None:
         # A launcher may pass on a Ctrl-C that has reached us already: that is still the first.
@@ -1250,7 +1252,8 @@ class StopWishes:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         if number == signal.SIGINT and self.rank == 0 and self.first_signal == math.inf:
-            os.write(2, b"Stopping, and saving; a second Ctrl-C ends it at once\n")
+            with suppress(OSError):
+                os.write(2, b"Stopping, and saving; a second Ctrl-C ends it at once\n")
         self.first_signal = min(self.first_signal, time.monotonic())
         self.heard.add(signal.Signals(number).name)
 
@@ -2253,5 +2256,20 @@ def tell(error: Exception) -> None:
         Path(file).write_text(json.dumps({"message": str(error), "timestamp": time.time()}))
 
 
+class Output(io.FileIO):
+    """Standard output or error. It may break (a terminal is closed, Ctrl-C ends the `tee` behind
+    us, the log's disk is full), and training goes on and saves nevertheless."""
+
+    def write(self, data) -> int:
+        with suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
 if __name__ == "__main__":
+    for name in ("stdout", "stderr"):
+        if old := getattr(sys, name):
+            output = io.BufferedWriter(Output(old.fileno(), "w", closefd=False))
+            new = io.TextIOWrapper(output, old.encoding, old.errors, line_buffering=True)
+            setattr(sys, name, new)
     sys.exit(main())

@@ -5,6 +5,7 @@
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #        scripts/cluster_train.sh --free-port [first]    a port nobody listens to on this node
 #        scripts/cluster_train.sh --environment          this environment, for bash on another node
+#        scripts/cluster_train.sh --end ID               kills what has ON_NODE=ID in its environment
 #
 # The options, from the first word with a dash on, go to train_distributed.py. Output goes also to
 # logs/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
@@ -101,19 +102,37 @@ position() {
   fail "which of the nodes is it? Not one of: ${*:-none known}. Give node_rank"
 }
 
+# end_all ID: whoever their parents are by now.
+end_all() {
+  local pids
+  for _ in {1..50}; do
+    pids="$(grep -slzxF "ON_NODE=$1" /proc/[0-9]*/environ | tr -dc '0-9\n')"
+    [[ -n "$pids" ]] || break
+    # shellcheck disable=SC2086
+    kill -KILL $pids 2>/dev/null || true
+    sleep 0.1
+  done
+}
+
 # train COMMAND...: runs it to its end. A signal that asks to stop goes to its children, the workers, who
 # save and end, so that torchrun ends without an error of its own; a second one kills them.
 train() {
   local kills status=0 alone=()
+  child="" asked=""
   kills="$(oom_kills)"
   # Out of reach of Ctrl-C, and ending with us.
-  [[ -z "$(command -v setpriv)" ]] || alone=(setpriv --pdeathsig TERM)
+  if setpriv --pdeathsig TERM true 2>/dev/null; then
+    alone=(setpriv --pdeathsig TERM)
+  else # RHEL 8, for one
+    trap 'kill -TERM "$child" 2>/dev/null || true' EXIT
+  fi
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
   trap 'stop TERM' TERM
   trap 'stop INT' INT
   trap 'stop' USR1 USR2
   "${alone[@]}" "$@" &
   child=$!
+  [[ -z "$asked" ]] || stop TERM
   while kill -0 "$child" 2>/dev/null; do
     wait "$child" || true # a signal interrupts it
   done 2>/dev/null        # bash would say "Killed"
@@ -121,14 +140,19 @@ train() {
   if ((status > 0 && $(oom_kills) > kills)); then
     record "out of memory" "the kernel of $(hostname) killed a process"
   fi
+  child=""
   return "$status"
 }
 
 # stop [SIGNAL]: at the start, when there are no workers and nothing to save, torchrun itself.
 stop() {
+  if [[ -z "$child" ]]; then
+    asked=1
+    return
+  fi
   pkill -TERM -P "$child" || kill -KILL "$child" || true
   # shellcheck disable=SC2064
-  [[ -z "${1:-}" ]] || trap 'pkill -KILL -P "$child"; kill -KILL "$child"' "$1"
+  [[ -z "${1:-}" ]] || trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' "$1"
 }
 
 oom_kills() {
@@ -152,6 +176,7 @@ main() {
     --help | -h) print_help && exit ;;
     --free-port) free_port "${2:-}" && exit ;;
     --environment) environment && exit ;;
+    --end) end_all "$2" && exit ;;
   esac
   local arguments=() hosts=()
   while [[ $# -gt 0 && "$1" != -* ]]; do
@@ -220,7 +245,14 @@ main() {
   ln -sfn "$log" "logs/distributed_training/latest_node$rank.log"
   # What is written last is written by the workers: tee goes when they have gone, not at a signal.
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "logs/distributed_training/$log")
-  train "${command[@]}"
+  local tee=$! status=0
+  train "${command[@]}" || status=$?
+  exec &>/dev/null
+  for _ in {1..100}; do # the last lines, through a slow terminal
+    kill -0 "$tee" || break
+    sleep 0.05
+  done
+  exit "$status"
 }
 
 main "$@"

@@ -114,7 +114,10 @@ def keep_alive(launch, run, most):
 
 
 def say(text):
-    print(f"supervise.py: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"supervise.py: {text}", file=sys.stderr, flush=True)
+    except OSError:  # a terminal that was closed, a `tee` that Ctrl-C ended
+        sys.stderr = open(os.devnull, "w")
 
 
 class RunDirectory:
@@ -267,10 +270,12 @@ class Launch:
         self.nodes = self.nodes_at_first = nodes_of_job()
         self.is_ended = False  # by us, before it stopped by itself
         self.stopping_since = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(
-                number, lambda n, _: self.signals.append((signal.Signals(n).name, time.time()))
-            )
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            number = getattr(signal, name)
+            if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(
+                    number, lambda n, _: self.signals.append((signal.Signals(n).name, time.time()))
+                )
 
     def again(self):
         job = os.environ.get("SLURM_JOB_ID")

@@ -40,27 +40,40 @@ print_help() {
 # on_node DIRECTORY RANK ARGUMENTS...: what pbsdsh starts on each node. It comes without an environment,
 # and its exit status must be written down: that of pbsdsh is always 0 (OpenPBS).
 on_node() {
-  local status=0 gpus="${CUDA_VISIBLE_DEVICES-none}"
+  local status=0 asked="" tenths=50 command gpus="${CUDA_VISIBLE_DEVICES-none}"
+  trap asked=1 TERM # which pbsdsh hands on, and of which cluster_train.sh saves and ends
   # shellcheck disable=SC1091
   source "$1/environment"
   # Which GPUs are the job's differs from node to node.
   unset CUDA_VISIBLE_DEVICES
   [[ "$gpus" == none ]] || export CUDA_VISIBLE_DEVICES="$gpus"
   cd "$REPO_ROOT"
-  scripts/cluster_train.sh "${@:3}" || status=$?
+  ON_NODE="$1/$2" scripts/cluster_train.sh "${@:3}" &
+  command=$!
+  while kill -0 "$command" 2>/dev/null; do
+    if [[ -z "$asked" || ! -s "$1/failed" ]]; then
+      wait "$command" || true # a signal interrupts it
+    elif ((tenths-- > 0)); then
+      sleep 0.1
+    else # ranks elsewhere have failed, and those here may wait for them for ever
+      scripts/cluster_train.sh --end "$1/$2"
+    fi
+  done
+  wait "$command" || status=$?
+  scripts/cluster_train.sh --end "$1/$2"
   echo "$status" >"$1/status$2.new"
   mv "$1/status$2.new" "$1/status$2"
 }
 
 # start SLOT RANK HOST ARGUMENTS...: on_node there, until it ends; a failure goes into the file `failed`.
 start() {
+  local tenths=300 status="none: it did not start, or was killed"
   pbsdsh -n "$1" -- /bin/bash "$REPO_ROOT/scripts/pbs/pbs_train.sh" --node "$directory" "$2" "${@:4}" ||
     # at a signal pbsdsh goes first, and the node may still be saving
-    for _ in {1..300}; do
-      [[ ! -s "$directory/status$2" ]] || break
+    until [[ -s "$directory/status$2" ]] || ((tenths-- == 0)); do
+      [[ ! -s "$directory/failed" || "$tenths" -lt 80 ]] || tenths=80 # on_node ends it sooner
       sleep 0.1
     done
-  local status="none: it did not start, or was killed"
   if [[ -s "$directory/status$2" ]]; then
     status="$(<"$directory/status$2")"
   fi
@@ -70,9 +83,11 @@ start() {
 # end: SIGTERM to each pbsdsh, which passes it on; in a batch job, PBS ends what is left.
 end() {
   local job
+  trap '' INT TERM
   for job in $(jobs -p); do
     pkill -TERM -P "$job" || true
   done
+  wait
   rm -rf "$directory"
 }
 

@@ -59,6 +59,7 @@ start() {
     if [[ -z "$DRY_RUN" ]]; then
       # In a session of its own, for which Ctrl-C is none.
       setsid "${command[@]}" {line}>&- &
+      pids+=($!)
     fi
     return
   fi
@@ -66,12 +67,25 @@ start() {
     command=(scripts/ssh/node.sh "${hosts[rank]}" "${train[@]}" "$config" "${#hosts[@]}" "$rank"
       "${options[@]}")
     show "${command[@]}"
-    if [[ -z "$DRY_RUN" && "$rank" == 0 ]]; then
+    [[ -z "$DRY_RUN" ]] || continue
+    if [[ "$rank" == 0 ]]; then
       "${command[@]}" {line}>&- &
-    elif [[ -z "$DRY_RUN" ]]; then
+    else
       "${command[@]}" >/dev/null {line}>&- &
     fi
+    pids+=($!)
   done
+}
+
+# running: is anything of what start() started? Without a process of its own, which Ctrl-C would end.
+running() {
+  local pid
+  for pid in "${pids[@]}"; do
+    if kill -0 "$pid" 2>/dev/null; then
+      return 0
+    fi
+  done
+  return 1
 }
 
 show() {
@@ -80,8 +94,8 @@ show() {
 
 # stop: the first Ctrl-C.
 stop() {
-  echo "Stopping all nodes, they save first; Ctrl-C again ends them at once" >&2
   touch "$LAUNCH_DIR/stop"
+  echo "Stopping all nodes, they save first; Ctrl-C again ends them at once" >&2 || true
   trap end INT TERM
 }
 
@@ -97,10 +111,10 @@ main() {
     exit
   fi
   [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS_PER_NODE HOST ...: '${2:-}' is no number of GPUs"
-  local config="$1" port="$MASTER_PORT" host status
+  local config="$1" port="$MASTER_PORT" host status pid ended=0
   NPROC_PER_NODE="$2"
   shift 2
-  hosts=()
+  hosts=() pids=()
   while [[ $# -gt 0 && "$1" != -* ]]; do
     hosts+=("$1")
     shift
@@ -124,18 +138,22 @@ main() {
   trap stop INT TERM
   start "$config" "${MASTER_ADDR:-${hosts[0]}}" "$port" "$@"
   [[ -z "$DRY_RUN" ]] || exit 0
-  while [[ -n "$(jobs -r)" && ! -s "$LAUNCH_DIR/failed" ]]; do
+  trap '' PIPE # of a `tee` behind us, which Ctrl-C has ended
+  while running && [[ ! -s "$LAUNCH_DIR/failed" ]]; do
     sleep 0.2 || true # Ctrl-C ends it too
   done
   trap '' INT TERM
   end
-  wait
+  for pid in "${pids[@]}"; do
+    wait "$pid" || ended=$?
+  done
   if read -r host status <"$LAUNCH_DIR/failed"; then
     echo "launch_torchrun_auto.sh: error: $host failed (exit code $status); what ran elsewhere was" \
       "stopped. The end of logs/node_$host.log:" >&2
     tail -n 15 "logs/node_$host.log" | sed 's/^/  /' >&2
     exit 1
   fi
+  [[ "$ended" == 0 ]] || fail "what started the nodes was ended (exit code $ended)"
 }
 
 main "$@"

@@ -28,48 +28,44 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
-# The next two run there: bash gets them as text.
-
-# end_all ID: kills whatever has ON_NODE=ID in its environment, whoever its parent is by now.
-# shellcheck disable=SC2329
-end_all() {
-  local pids
-  for _ in {1..50}; do
-    pids="$(grep -slzxF "ON_NODE=$1" /proc/[0-9]*/environ | tr -dc '0-9\n')"
-    [[ -n "$pids" ]] || break
-    # shellcheck disable=SC2086
-    kill -KILL $pids 2>/dev/null
-    sleep 0.1
-  done
+# pause SECONDS: a `sleep` is a process, which could outlive us.
+pause() {
+  read -r -t "$1" <> <(:)
 }
 
-# there ID COMMAND...: runs it until it ends or our input does; each line of input asks it to stop.
+# there ID COMMAND...: runs it there, where bash gets this as text, until it ends or our input does; the
+# lines of which are `stop`, and `soon` if it shall end fast after the last.
 # shellcheck disable=SC2329
 there() {
-  local id="$1" command watch status
+  local id="$1" command watch status line asked="" seconds=30
   ON_NODE="$id" "${@:2}" </dev/null &
   command=$!
   {
-    while read -r; do
-      kill -TERM "$command"
+    while read -r line; do
+      if [[ "$line" == stop ]]; then
+        asked=1
+        kill -TERM "$command"
+      else
+        asked="" seconds=5
+      fi
     done
-    kill -TERM "$command"
-    read -r -t 5 <> <(:) || true # 5 s for a last save; a `sleep` could outlive us
-    end_all "$id"
+    [[ -n "$asked" ]] || kill -TERM "$command"
+    pause "$seconds" # for a last save
+    scripts/cluster_train.sh --end "$id"
   } <&0 >/dev/null 2>&1 &
   watch=$!
   wait "$command" 2>/dev/null
   status=$?
   kill "$watch"
-  end_all "$id"
+  scripts/cluster_train.sh --end "$id"
   exit "$status"
 }
 
 # speak HOST COMMAND...: what bash there shall do, and "stop" when it is time to, while the line is open.
 speak() {
-  local asked=""
+  local asked="" seconds=30
   "$here/../cluster_train.sh" --environment
-  declare -f end_all there
+  declare -f pause there
   # shellcheck disable=SC2016
   printf 'cd %q || { echo "node.sh: error: $(hostname): the repository is not at the same path here:" \
     "set REPO_ROOT" >&2; exit 2; }\n' "$REPO_ROOT"
@@ -86,6 +82,21 @@ speak() {
       echo stop
     fi
   done
+  if [[ -e "$LAUNCH_DIR/stop" || -s "$LAUNCH_DIR/failed" ]]; then
+    seconds=5 # asked twice; or ranks elsewhere have failed, and those here wait for them
+    [[ -n "$asked" || ! -e "$LAUNCH_DIR/stop" ]] || echo stop
+    echo soon
+  fi
+  exec >&-
+  pause "$((seconds + 10))" || true
+  pkill -P "$$" -x ssh # it hangs, and hears nothing
+}
+
+# end HOST: however we end, the launcher hears of it.
+# shellcheck disable=SC2329
+end() {
+  [[ "$status" == 0 || -z "$LAUNCH_DIR" ]] || echo "$1 $status" >>"$LAUNCH_DIR/failed"
+  kill "$speaker" 2>/dev/null || true
 }
 
 main() {
@@ -93,23 +104,28 @@ main() {
     --help | -h) print_help && exit ;;
     --free-port) set -- "${2:-}" --free-port ;;
   esac
-  local host="${1:-}" status=0
+  local host="${1:-}"
   [[ "$host" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "'$host' is no host name"
   [[ $# -gt 1 ]] || fail "which command? See --help"
   REPO_ROOT="${REPO_ROOT:-$(cd "$here/../.." && pwd)}"
   if [[ "$2" == --free-port ]]; then
     exec "${ssh[@]}" "$host" "$(printf '%q ' bash "$REPO_ROOT/scripts/cluster_train.sh" --free-port \
-      "$((15000 + RANDOM % 15000))")"
+      "$((15000 + RANDOM % 15000))")" </dev/null
   fi
   # Only "bash -s" meets the login shell of the host, whichever it is. All else, the environment with
   # its secrets too, goes through the pipe, where no shell splits it and no `ps` shows it.
   cd "$here/../.."
   mkdir -p logs
+  status=143 # of SIGTERM
   exec {words}< <(speak "$@")
-  # shellcheck disable=SC2064
-  trap "kill $! 2>/dev/null || true" EXIT
-  "${ssh[@]}" "$host" exec bash -s <&"$words" |& tee "logs/node_$host.log" || status=$?
-  [[ "$status" == 0 || -z "$LAUNCH_DIR" ]] || echo "$host $status" >>"$LAUNCH_DIR/failed"
+  speaker=$!
+  trap 'end "$host"' EXIT
+  # -p: when nobody reads us any more, the log goes on.
+  if "${ssh[@]}" "$host" exec bash -s <&"$words" |& tee -p "logs/node_$host.log"; then
+    status=0
+  else
+    status="${PIPESTATUS[0]}" # not of tee
+  fi
   exit "$status"
 }
 
