@@ -25,8 +25,13 @@ HERE = Path(__file__).resolve().parent
 def start(host: str, env: dict[str, str], command: list, output=None) -> subprocess.Popen:
     words = [f"{name}={value}" for name, value in env.items()]
     command = [HERE / "on.sh", host, "env", "-i", f"--chdir={Path.home()}", *words, *command]
-    command = list(map(str, command))
-    return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    return subprocess.Popen(
+        list(map(str, command)),
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),  # as PBS's daemon does
+    )
 
 
 def end_job(job: str) -> None:

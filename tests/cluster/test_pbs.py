@@ -66,6 +66,34 @@ def test_a_node_that_fails_is_named_and_ends_the_job(qsub, cluster, repo, tmp_pa
     assert "supervise.py: error: configuration at step 0: node02: there is no config" in text
 
 
+ALONE = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[-1][5:])
+if os.environ["RANK"] == "1":
+    time.sleep(2)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for path in here.glob("[0-9]*"):
+    line = pathlib.Path(f"/proc/{path.name}/cmdline")
+    if line.exists() and line.read_bytes():
+        (here / "overlap").touch()
+(here / str(os.getpid())).touch()
+time.sleep(1000)
+"""
+
+
+def test_ranks_that_wait_for_a_failed_one_are_gone_before_the_next_attempt(qsub, repo, tmp_path):
+    script, pids = tmp_path / "alone.py", tmp_path / "pids"
+    script.write_text(ALONE)
+    pids.mkdir()
+    env = {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "1", "MAX_RESTARTS": "1"}
+    arguments = f"configs/default_config.yaml --to={pids}"
+    code, text = qsub(["node01", "node02"], 1, repo / SCRIPT, ARGS=arguments, **env)
+    assert code == 1 and "pbs_train.sh: error: node02 failed (exit code " in text
+    names = sorted(path.name for path in pids.iterdir())
+    assert len(names) == 2 and "overlap" not in names, text  # attempts
+
+
 def test_qdel_lets_the_ranks_save(cluster, repo, tmp_path, tiny):
     run = tmp_path / "run"
     arguments = " ".join(["configs/default_config.yaml", *tiny, "--epochs=2000"])

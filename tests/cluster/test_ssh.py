@@ -190,9 +190,105 @@ def test_a_torchrun_that_is_killed_leaves_nothing_on_any_node(cluster, stubborn)
 def test_a_killed_launcher_leaves_nothing(cluster, repo, tmp_path, tiny, launcher):
     launch = long_run(cluster, repo, tmp_path, tiny, launcher)
     launch.kill()
-    cluster.assert_nothing_left(10)
+    cluster.assert_nothing_left(30)
     end_of(launch)
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "stopped"  # and saved
+
+
+SLOW_TO_SAVE = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(8)
+    open(f"{sys.argv[-1][5:]}/saved{os.environ['RANK']}", "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+os.write(1, b"ready\\n")
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("way", ["Ctrl-C beside a tee", "SIGHUP", "SIGKILL"])
+def test_there_is_time_for_a_last_save(cluster, repo, tmp_path, way):
+    script = tmp_path / "slow_to_save.py"
+    script.write_text(SLOW_TO_SAVE)
+    env = {"TRAIN_SCRIPT": str(script)}
+    logs = [repo / f"logs/node_{host}.log" for host in TWO_NODES]
+    for log in logs:
+        log.unlink(missing_ok=True)
+    launch = cluster.start("login", *words_of(AUTO), f"--to={tmp_path}", cwd=repo, **env)
+    while sum(log.read_text().count("ready\n") for log in logs if log.exists()) < 4:
+        assert launch.poll() is None
+        time.sleep(0.1)
+    launch.stdout.close()
+    if way == "Ctrl-C beside a tee":
+        press_ctrl_c(launch)
+    else:
+        launch.send_signal(getattr(signal, way))
+    code = launch.wait(timeout=60)
+    cluster.assert_nothing_left(60)
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == [f"saved{r}" for r in range(4)]
+    assert code == 0 or way != "Ctrl-C beside a tee"
+
+
+def test_an_ssh_that_hangs_keeps_nobody_waiting_for_ever(cluster, stubborn):
+    launch = stubborn(AUTO)
+    (daemon,) = (p for p in cluster.processes() if p.host == "node02" and "sshd: " in p.line)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        press_ctrl_c(launch)
+        time.sleep(1)
+        press_ctrl_c(launch)
+        assert " failed (exit code " in end_of(launch)
+        assert {process.host for process in cluster.processes()} == {"node02"}
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    cluster.assert_nothing_left(40)
+
+
+def test_what_starts_a_node_and_is_ended_is_no_success(cluster, stubborn):
+    launch = stubborn(AUTO)
+    starters = (p.pid for p in cluster.processes() if "node.sh node02 " in p.line)
+    os.kill(min(starters), signal.SIGTERM)
+    text = end_of(launch)
+    assert launch.returncode == 1
+    assert "launch_torchrun_auto.sh: error: node02 failed (exit code 143)" in text
+    cluster.assert_nothing_left()
+
+
+def test_the_last_lines_get_through_though_they_are_read_late(cluster, repo, tmp_path):
+    script = tmp_path / "much.py"
+    script.write_text("for line in range(50_000):\n    print(f'line {line} {80 * \"-\"}')\n")
+    words = [AUTO, CONFIG, "1", "node01"]
+    launch = cluster.start("login", *words, cwd=repo, TRAIN_SCRIPT=str(script))
+    log = repo / "logs/distributed_training/latest_node0.log"
+    while not log.exists() or "line 9 " not in log.read_text():
+        time.sleep(0.1)
+    time.sleep(1)
+    text, _ = launch.communicate()
+    assert launch.returncode == 0
+    assert all("line 49999 " in read for read in (text, log.read_text()))
+
+
+def test_a_setpriv_that_knows_no_pdeathsig(cluster, repo, tmp_path, probe):
+    """That of util-linux 2.32, RHEL 8's."""
+    old = tmp_path / "bin/setpriv"
+    old.parent.mkdir()
+    said = "setpriv: unrecognized option '--pdeathsig'"
+    old.write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
+    old.chmod(0o755)
+    env = {"PATH": f"{old.parent}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
+    train = ["scripts/cluster_train.sh", CONFIG, f"--to={tmp_path}"]
+    code, text = cluster.on("node01", *train, cwd=repo, **env, TRAIN_SCRIPT=str(probe))
+    assert code == 0 and len(probed(text)) == 2 and "unrecognized" not in text, text
+    script = tmp_path / "slow_to_save.py"
+    script.write_text(SLOW_TO_SAVE)
+    launch = cluster.start("node01", *train, cwd=repo, **env, TRAIN_SCRIPT=str(script))
+    while launch.stdout.readline() != "ready\n":
+        assert launch.poll() is None
+    launch.send_signal(signal.SIGHUP)
+    cluster.assert_nothing_left(30)
+    launch.communicate()
 
 
 def test_a_rank_that_dies_ends_all_and_its_node_is_named(cluster, repo, tmp_path, tiny):

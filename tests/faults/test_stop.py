@@ -1,20 +1,33 @@
 """Whoever asks to stop, on whichever rank: all ranks leave after the same step, saved."""
 
+import fcntl
 import json
 import os
+import pty
 import random
 import signal
+import subprocess
+import sys
+import termios
 import time
+from contextlib import suppress
 
 import pytest
-from harness import LONG, assert_same_state, launch, train
+import torch
+from harness import LONG, REPO, assert_same_state, launch, train
 
 FOREVER = "--epochs=1000000"
+SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
+
+
+def steps_of(directory) -> int:
+    path = directory / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def wait_for_step(directory, step: int) -> None:
-    path, deadline = directory / "metrics.jsonl", time.monotonic() + 60
-    while not path.exists() or len(path.read_text().splitlines()) < step:
+    deadline = time.monotonic() + 60
+    while steps_of(directory) < step:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -23,7 +36,7 @@ def wait_for_step(directory, step: int) -> None:
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path, tiny, trial):
     draw = random.Random(trial)
     ranks = draw.choice([2, 3, 4])
-    rank, number = draw.randrange(ranks), draw.choice(["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+    rank, number = draw.randrange(ranks), draw.choice(SIGNALS)
     print(f"trial {trial}: {number} to rank {rank} of {ranks}")
 
     def during(processes):
@@ -94,6 +107,59 @@ def test_a_stop_during_evaluation_cuts_it_off_and_it_is_made_up_for(tmp_path, ti
     assert told == [[r["test_loss"], r["step"]] for r in straight.records("epoch")]
     end = "checkpoint_epoch_2"
     assert_same_state(run.checkpoint(end), straight.checkpoint(end))
+
+
+PLAIN = [sys.executable, "train_distributed.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.mark.parametrize("command", [PLAIN, [*TORCHRUN, "train_distributed.py"]])
+@pytest.mark.parametrize("way", ["Ctrl-C beside a tee", "a closed terminal"])
+def test_it_saves_though_nobody_reads_it_any_more(tmp_path, tiny, command, way):
+    terminal, other_end = pty.openpty() if way == "a closed terminal" else os.pipe()
+    process = subprocess.Popen(
+        [*command, *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), other_end),
+        cwd=REPO,
+        start_new_session=True,
+        preexec_fn=lambda: way == "a closed terminal" and fcntl.ioctl(0, termios.TIOCSCTTY),
+    )
+    os.close(other_end)
+    try:
+        while steps_of(tmp_path) < 5:
+            os.read(terminal, 4096)
+        os.close(terminal)  # the kernel sends SIGHUP, if it is one
+        if way != "a closed terminal":
+            os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "stopped"
+    newest = max(tmp_path.glob("*.pt"), key=os.path.getmtime)
+    saved = torch.load(newest, weights_only=True)
+    assert saved["progress"]["global_step"] == status["global_step"]
+
+
+def test_a_full_disk_under_the_log_stops_nothing(tmp_path, tiny):
+    with open("/dev/full", "w") as full:
+        command = [*PLAIN, *tiny, "--epochs=1", f"--checkpoint-dir={tmp_path}"]
+        assert subprocess.run(command, cwd=REPO, stdout=full, stderr=full).returncode == 0
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+
+
+def test_nohup_is_heeded(tmp_path, tiny):
+    command = [*PLAIN, *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"]
+    process = subprocess.Popen(["nohup", *command], cwd=REPO, stdout=subprocess.DEVNULL)
+    try:
+        wait_for_step(tmp_path, 3)
+        process.send_signal(signal.SIGHUP)
+        wait_for_step(tmp_path, 300)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert json.loads((tmp_path / "status.json").read_text())["reason"] == "SIGTERM"
 
 
 def test_a_deadline_that_is_no_time_is_told(tmp_path, tiny):
