@@ -257,17 +257,20 @@ def test_what_starts_a_node_and_is_ended_is_no_success(cluster, stubborn):
 
 
 def test_the_last_lines_get_through_though_they_are_read_late(cluster, repo, tmp_path):
-    script = tmp_path / "much.py"
-    script.write_text("for line in range(50_000):\n    print(f'line {line} {80 * \"-\"}')\n")
+    script, done = tmp_path / "much.py", tmp_path / "done"
+    much = "for line in range(60_000): print(f'line {line} {80 * \"-\"}')"
+    script.write_text(f"import sys\n{much}\nsys.stdout.flush()\nopen({str(done)!r}, 'w').close()\n")
     words = [AUTO, CONFIG, "1", "node01"]
     launch = cluster.start("login", *words, cwd=repo, TRAIN_SCRIPT=str(script))
-    log = repo / "logs/distributed_training/latest_node0.log"
-    while not log.exists() or "line 9 " not in log.read_text():
-        time.sleep(0.1)
-    time.sleep(1)
-    text, _ = launch.communicate()
+    text = ""
+    while not done.exists():  # until then it fills every pipe
+        text += launch.stdout.read(16384)
+        time.sleep(0.01)
+    time.sleep(1.5)
+    text += launch.communicate()[0]
     assert launch.returncode == 0
-    assert all("line 49999 " in read for read in (text, log.read_text()))
+    log = repo / "logs/distributed_training/latest_node0.log"
+    assert all("line 59999 " in read for read in (text, log.read_text()))
 
 
 def test_a_setpriv_that_knows_no_pdeathsig(cluster, repo, tmp_path, probe):

@@ -34,9 +34,12 @@ def supervise(run, *command, **env):
     return process.returncode, text
 
 
+def attempts(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+
+
 def causes(run) -> list[str]:
-    lines = (run / "attempts.jsonl").read_text().splitlines()
-    return [json.loads(line)["cause"] for line in lines]
+    return [attempt["cause"] for attempt in attempts(run)]
 
 
 def test_a_crash_without_progress_is_tried_three_times(tmp_path):
@@ -86,6 +89,16 @@ def test_ctrl_c_stops_saves_and_tells_how_to_go_on(tmp_path, tiny):
     step = json.loads((run / "status.json").read_text())["global_step"]
     code, text = supervise(run, *command, FOREVER, f"--stop-at-step={step + 3}")
     assert code == 0 and f"at step {step}\n" in text
+
+
+def test_a_terminal_that_closes_is_a_stop_and_goes_into_the_ledger(tmp_path, tiny):
+    process = start(tmp_path, *TRAIN, *tiny, f"--checkpoint-dir={tmp_path}", FOREVER)
+    wait_for_step(tmp_path, 5)
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=30) == 0
+    (attempt,) = attempts(tmp_path)
+    assert (attempt["cause"], attempt["reason"]) == ("stopped", "SIGHUP")
 
 
 def test_a_second_ctrl_c_ends_what_does_not_stop(tmp_path):
