@@ -13,8 +13,8 @@ front by themselves. It needs nothing but Python 3.8.
     crashed 3 times without a new checkpoint, a mistake in what was asked, NaN: why, and the end
 
 Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 stops the training, which saves first; a second Ctrl-C
-ends it at once. The end of its time stops it too (--max-duration, the job's time limit), and so does a file
-STOP in its run directory (--checkpoint-dir).
+ends it at once. The end of its time stops it too (--max-duration, the job's time limit), and so
+does a file STOP in its run directory (--checkpoint-dir).
 
 Writes attempts.jsonl to the run directory, one line per attempt: start, end, start_step, end_step,
 saved_step, recomputed, hosts, world_size, cause, reason. Causes: finished, stopped, out of memory,
