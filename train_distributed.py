@@ -2262,13 +2262,13 @@ class Output(io.FileIO):
 
     def write(self, data) -> int:
         with suppress(OSError):
-            return super().write(data)
+            return super().write(data) or len(data)
         return len(data)
 
 
 if __name__ == "__main__":
     for name in ("stdout", "stderr"):
-        if old := getattr(sys, name):
+        if (old := getattr(sys, name)) and old is getattr(sys, f"__{name}__"):  # no notebook's
             output = io.BufferedWriter(Output(old.fileno(), "w", closefd=False))
             new = io.TextIOWrapper(output, old.encoding, old.errors, line_buffering=True)
             setattr(sys, name, new)

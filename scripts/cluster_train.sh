@@ -5,7 +5,7 @@
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #        scripts/cluster_train.sh --free-port [first]    a port nobody listens to on this node
 #        scripts/cluster_train.sh --environment          this environment, for bash on another node
-#        scripts/cluster_train.sh --end ID               kills what has ON_NODE=ID in its environment
+#        scripts/cluster_train.sh --end ID               for the launchers: ends what they started here
 #
 # The options, from the first word with a dash on, go to train_distributed.py. Output goes also to
 # logs/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
@@ -102,7 +102,7 @@ position() {
   fail "which of the nodes is it? Not one of: ${*:-none known}. Give node_rank"
 }
 
-# end_all ID: whoever their parents are by now.
+# end_all ID: kills what has ON_NODE=ID in its environment, whoever its parent is by now.
 end_all() {
   local pids
   for _ in {1..50}; do
@@ -129,7 +129,7 @@ train() {
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
   trap 'stop TERM' TERM
   trap 'stop INT' INT
-  trap 'stop' USR1 USR2
+  trap 'stop' HUP USR1 USR2
   "${alone[@]}" "$@" &
   child=$!
   [[ -z "$asked" ]] || stop TERM
@@ -247,6 +247,7 @@ main() {
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "logs/distributed_training/$log")
   local tee=$! status=0
   train "${command[@]}" || status=$?
+  trap '' HUP INT TERM USR1 USR2
   exec &>/dev/null
   for _ in {1..100}; do # the last lines, through a slow terminal
     kill -0 "$tee" || break

@@ -288,7 +288,8 @@ class Launch:
         self.count += 1
         job = job_id()
         nonce = f"{job or f'{socket.gethostname()}:{os.getpid()}'}.{number}"
-        failure = self.run.path / f".failure_{socket.gethostname()}_{os.getpid()}.json"
+        ours = f"{socket.gethostname()}_{os.getpid()}_{number}"
+        failure = self.run.path / f".failure_{ours}.json"
         env = {
             **os.environ,
             "RUN_NONCE": nonce,

@@ -41,7 +41,7 @@ print_help() {
 # and its exit status must be written down: that of pbsdsh is always 0 (OpenPBS).
 on_node() {
   local status=0 asked="" tenths=50 command gpus="${CUDA_VISIBLE_DEVICES-none}"
-  trap asked=1 TERM # which pbsdsh hands on, and of which cluster_train.sh saves and ends
+  trap asked=1 TERM # which pbsdsh hands on to cluster_train.sh, too, and that saves and ends
   # shellcheck disable=SC1091
   source "$1/environment"
   # Which GPUs are the job's differs from node to node.
@@ -51,10 +51,10 @@ on_node() {
   ON_NODE="$1/$2" scripts/cluster_train.sh "${@:3}" &
   command=$!
   while kill -0 "$command" 2>/dev/null; do
-    if [[ -z "$asked" || ! -s "$1/failed" ]]; then
+    if [[ -z "$asked" ]]; then
       wait "$command" || true # a signal interrupts it
-    elif ((tenths-- > 0)); then
-      sleep 0.1
+    elif [[ -d "$1" && ! -s "$1/failed" ]] || ((tenths-- > 0)); then
+      sleep 0.1 || true
     else # ranks elsewhere have failed, and those here may wait for them for ever
       scripts/cluster_train.sh --end "$1/$2"
     fi

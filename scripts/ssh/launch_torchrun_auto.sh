@@ -46,7 +46,8 @@ check_hosts() {
   done
 }
 
-# start CONFIG MASTER PORT OPTIONS...: node.sh for each of the hosts; it knows when to end.
+# start CONFIG MASTER PORT OPTIONS...: node.sh for each of the hosts; it knows when to end. In a session
+# of its own, where neither Ctrl-C nor a terminal that closes ends it.
 start() {
   local config="$1" options=("${@:2}") rank command
   local train=(env "NPROC_PER_NODE=$NPROC_PER_NODE" scripts/cluster_train.sh)
@@ -57,7 +58,6 @@ start() {
       "${train[@]}" "${config//%/%%}" "${#hosts[@]}" %n "${options[@]}")
     show "${command[@]}"
     if [[ -z "$DRY_RUN" ]]; then
-      # In a session of its own, for which Ctrl-C is none.
       setsid "${command[@]}" {line}>&- &
       pids+=($!)
     fi
@@ -69,15 +69,15 @@ start() {
     show "${command[@]}"
     [[ -z "$DRY_RUN" ]] || continue
     if [[ "$rank" == 0 ]]; then
-      "${command[@]}" {line}>&- &
+      setsid "${command[@]}" {line}>&- &
     else
-      "${command[@]}" >/dev/null {line}>&- &
+      setsid "${command[@]}" >/dev/null {line}>&- &
     fi
     pids+=($!)
   done
 }
 
-# running: is anything of what start() started? Without a process of its own, which Ctrl-C would end.
+# running: is anything of what start() started? (Ctrl-C would end the subshell of "$(jobs -r)".)
 running() {
   local pid
   for pid in "${pids[@]}"; do
@@ -92,7 +92,7 @@ show() {
   echo "\$$(printf ' %q' "$@")"
 }
 
-# stop: the first Ctrl-C.
+# stop: the first Ctrl-C, or a terminal that closes.
 stop() {
   touch "$LAUNCH_DIR/stop"
   echo "Stopping all nodes, they save first; Ctrl-C again ends them at once" >&2 || true
@@ -135,14 +135,14 @@ main() {
   mkfifo "$LAUNCH_DIR/line"
   touch "$LAUNCH_DIR/failed"
   exec {line}<>"$LAUNCH_DIR/line" # we alone hold it, and let go of it even when killed
-  trap stop INT TERM
+  trap stop INT TERM HUP
   start "$config" "${MASTER_ADDR:-${hosts[0]}}" "$port" "$@"
   [[ -z "$DRY_RUN" ]] || exit 0
   trap '' PIPE # of a `tee` behind us, which Ctrl-C has ended
   while running && [[ ! -s "$LAUNCH_DIR/failed" ]]; do
     sleep 0.2 || true # Ctrl-C ends it too
   done
-  trap '' INT TERM
+  trap '' INT TERM HUP
   end
   for pid in "${pids[@]}"; do
     wait "$pid" || ended=$?
@@ -153,7 +153,10 @@ main() {
     tail -n 15 "logs/node_$host.log" | sed 's/^/  /' >&2
     exit 1
   fi
-  [[ "$ended" == 0 ]] || fail "what started the nodes was ended (exit code $ended)"
+  if [[ "$ended" != 0 ]]; then
+    echo "launch_torchrun_auto.sh: error: what started the nodes was ended (exit code $ended)" >&2
+    exit "$ended"
+  fi
 }
 
 main "$@"

@@ -33,11 +33,12 @@ pause() {
   read -r -t "$1" <> <(:)
 }
 
-# there ID COMMAND...: runs it there, where bash gets this as text, until it ends or our input does; the
-# lines of which are `stop`, and `soon` if it shall end fast after the last.
+# there ID COMMAND...: runs it there, where bash gets this as text, until it ends or our input does, of
+# which each line is `stop`, or `soon` if there is little time left once the input ends.
 # shellcheck disable=SC2329
 there() {
   local id="$1" command watch status line asked="" seconds=30
+  [[ -z "${ATTEMPT:-}" ]] || seconds=5 # supervise.py may start it again at once
   ON_NODE="$id" "${@:2}" </dev/null &
   command=$!
   {
@@ -46,7 +47,7 @@ there() {
         asked=1
         kill -TERM "$command"
       else
-        asked="" seconds=5
+        seconds=5
       fi
     done
     [[ -n "$asked" ]] || kill -TERM "$command"
@@ -82,10 +83,12 @@ speak() {
       echo stop
     fi
   done
-  if [[ -e "$LAUNCH_DIR/stop" || -s "$LAUNCH_DIR/failed" ]]; then
-    seconds=5 # asked twice; or ranks elsewhere have failed, and those here wait for them
-    [[ -n "$asked" || ! -e "$LAUNCH_DIR/stop" ]] || echo stop
-    echo soon
+  if [[ -s "$LAUNCH_DIR/failed" ]]; then
+    seconds=5
+    echo soon # ranks elsewhere have failed, and those here may wait for them for ever
+  elif [[ -e "$LAUNCH_DIR/stop" ]]; then
+    seconds=5
+    printf '%s\n' stop soon # asked twice
   fi
   exec >&-
   pause "$((seconds + 10))" || true
@@ -95,8 +98,10 @@ speak() {
 # end HOST: however we end, the launcher hears of it.
 # shellcheck disable=SC2329
 end() {
-  [[ "$status" == 0 || -z "$LAUNCH_DIR" ]] || echo "$1 $status" >>"$LAUNCH_DIR/failed"
-  kill "$speaker" 2>/dev/null || true
+  {
+    [[ "$status" == 0 || ! -d "$LAUNCH_DIR" ]] || echo "$1 $status" >>"$LAUNCH_DIR/failed"
+    kill "$speaker"
+  } 2>/dev/null || true
 }
 
 main() {
@@ -116,7 +121,7 @@ main() {
   # its secrets too, goes through the pipe, where no shell splits it and no `ps` shows it.
   cd "$here/../.."
   mkdir -p logs
-  status=143 # of SIGTERM
+  status=143 # if we are killed before we know better
   exec {words}< <(speak "$@")
   speaker=$!
   trap 'end "$host"' EXIT

@@ -128,9 +128,9 @@ def stubborn(cluster, repo, tmp_path):
         "time.sleep(1000)\n"
     )
 
-    def start(launcher):
-        env = {"TRAIN_SCRIPT": str(script)}
-        launch = cluster.start("login", *words_of(launcher), cwd=repo, **env)
+    def start(launcher, *before, **env):
+        words = [*before, *words_of(launcher)]
+        launch = cluster.start("login", *words, cwd=repo, TRAIN_SCRIPT=str(script), **env)
         while sum("sleep 1000" in process.line for process in cluster.processes()) < 4:
             assert launch.poll() is None
             time.sleep(0.1)
@@ -173,6 +173,15 @@ def test_a_second_ctrl_c_ends_what_does_not_stop(cluster, stubborn, launcher):
     cluster.assert_nothing_left(AT_ONCE)
 
 
+def test_a_second_ctrl_c_through_supervise(cluster, stubborn, tmp_path):
+    launch = stubborn(AUTO, sys.executable, "scripts/supervise.py", RUN_DIR=str(tmp_path / "run"))
+    for wait in (2, 0):
+        launch.send_signal(signal.SIGINT)
+        time.sleep(wait)
+    assert "Given up, as you asked" in end_of(launch)
+    cluster.assert_nothing_left()
+
+
 def test_a_torchrun_that_is_killed_leaves_nothing_on_any_node(cluster, stubborn):
     launch = stubborn(AUTO)
     (agent,) = [
@@ -198,7 +207,9 @@ def test_a_killed_launcher_leaves_nothing(cluster, repo, tmp_path, tiny, launche
 SLOW_TO_SAVE = """
 import os, signal, sys, time
 def save(*_):
-    time.sleep(8)
+    if os.environ["RANK"] in os.environ.get("FAILING", "").split():
+        sys.exit(1)
+    time.sleep(float(os.environ.get("SAVE_SECONDS", 8)))
     open(f"{sys.argv[-1][5:]}/saved{os.environ['RANK']}", "w").close()
     sys.exit()
 signal.signal(signal.SIGTERM, save)
@@ -208,29 +219,50 @@ while True:
 """
 
 
-@pytest.mark.parametrize("way", ["Ctrl-C beside a tee", "SIGHUP", "SIGKILL"])
-def test_there_is_time_for_a_last_save(cluster, repo, tmp_path, way):
+@pytest.fixture
+def slow_to_save(cluster, repo, tmp_path):
+    """Starts a script that saves, on two nodes, and waits until all ranks listen."""
     script = tmp_path / "slow_to_save.py"
     script.write_text(SLOW_TO_SAVE)
-    env = {"TRAIN_SCRIPT": str(script)}
     logs = [repo / f"logs/node_{host}.log" for host in TWO_NODES]
     for log in logs:
         log.unlink(missing_ok=True)
-    launch = cluster.start("login", *words_of(AUTO), f"--to={tmp_path}", cwd=repo, **env)
-    while sum(log.read_text().count("ready\n") for log in logs if log.exists()) < 4:
-        assert launch.poll() is None
-        time.sleep(0.1)
-    launch.stdout.close()
-    if way == "Ctrl-C beside a tee":
-        press_ctrl_c(launch)
+
+    def start(**env):
+        words = [*words_of(AUTO), f"--to={tmp_path}"]
+        launch = cluster.start("login", *words, cwd=repo, TRAIN_SCRIPT=str(script), **env)
+        while sum(log.read_text().count("ready\n") for log in logs if log.exists()) < 4:
+            assert launch.poll() is None
+            time.sleep(0.1)
+        return launch
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "way", ["SIGINT", "SIGKILL", pytest.param("SIGHUP", marks=pytest.mark.long)]
+)
+def test_there_is_time_for_a_last_save(cluster, slow_to_save, tmp_path, way):
+    launch = slow_to_save()
+    launch.stdout.close()  # as a `tee` that Ctrl-C ends
+    if way == "SIGKILL":
+        launch.kill()
     else:
-        launch.send_signal(getattr(signal, way))
+        os.killpg(launch.pid, getattr(signal, way))
     code = launch.wait(timeout=60)
     cluster.assert_nothing_left(60)
     assert sorted(path.name for path in tmp_path.glob("saved*")) == [f"saved{r}" for r in range(4)]
-    assert code == 0 or way != "Ctrl-C beside a tee"
+    assert code == (-signal.SIGKILL if way == "SIGKILL" else 0)
 
 
+def test_a_node_that_fails_while_others_save_lets_them(cluster, slow_to_save, tmp_path):
+    launch = slow_to_save(FAILING="2 3", SAVE_SECONDS="3")
+    press_ctrl_c(launch)
+    assert "error: node02 failed (exit code 1)" in end_of(launch)
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+
+
+@pytest.mark.long
 def test_an_ssh_that_hangs_keeps_nobody_waiting_for_ever(cluster, stubborn):
     launch = stubborn(AUTO)
     (daemon,) = (p for p in cluster.processes() if p.host == "node02" and "sshd: " in p.line)
@@ -246,6 +278,7 @@ def test_an_ssh_that_hangs_keeps_nobody_waiting_for_ever(cluster, stubborn):
     cluster.assert_nothing_left(40)
 
 
+@pytest.mark.long
 def test_what_starts_a_node_and_is_ended_is_no_success(cluster, stubborn):
     launch = stubborn(AUTO)
     starters = (p.pid for p in cluster.processes() if "node.sh node02 " in p.line)
