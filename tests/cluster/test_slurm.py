@@ -210,6 +210,7 @@ def test_a_cancelled_job_leaves_nothing(request, repo, tmp_path, tiny, cluster_n
     where.assert_nothing_left(15)  # Slurm sends SIGTERM, and 5 s (KillWait) later SIGKILL
 
 
+@pytest.mark.long
 def test_node_names_with_suffixes_and_a_process_tracker_of_its_own(
     racks, repo, tmp_path, probe, options, check
 ):

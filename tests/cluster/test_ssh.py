@@ -469,7 +469,10 @@ def test_a_busy_port_is_passed_over_or_said(cluster, repo):
         listener.communicate()
 
 
-def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, options, check):
+@pytest.mark.parametrize(
+    "launcher", [AUTO, pytest.param("slurm_train_multinode.sh", marks=pytest.mark.long)]
+)
+def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, options, check, launcher):
     """Debian's way; gloo would listen there, where nobody else can reach it."""
     for host in TWO_NODES:
         names = (cluster.directory / "etc-hosts").read_text()
@@ -477,16 +480,15 @@ def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, option
         path.write_text(re.sub(rf"(?m)^\S+ {host}$", f"127.0.1.1 {host}", names))
         assert cluster.on(host, "mount", "--bind", path, "/etc/hosts") == (0, "")
     try:
-        for launcher in (AUTO, "slurm_train_multinode.sh"):
-            run = tmp_path / launcher / "run"
-            more = [*options, f"--checkpoint-dir={run}"]
-            if launcher == AUTO:
-                code, text = cluster.on("login", *words_of(AUTO), *more, cwd=repo)
-            else:
-                shape = ["--nodes=2", "--gpus-per-node=2"]
-                code, text = cluster.sbatch(repo, *shape, launcher, *more)
-            assert code == 0, text
-            check(text, run, TWO_NODES)
+        run = tmp_path / "run"
+        more = [*options, f"--checkpoint-dir={run}"]
+        if launcher == AUTO:
+            code, text = cluster.on("login", *words_of(AUTO), *more, cwd=repo)
+        else:
+            shape = ["--nodes=2", "--gpus-per-node=2"]
+            code, text = cluster.sbatch(repo, *shape, launcher, *more)
+        assert code == 0, text
+        check(text, run, TWO_NODES)
     finally:
         for host in TWO_NODES:
             assert cluster.on(host, "umount", "/etc/hosts")[0] == 0
