@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 LONG = os.environ.get("FAULTS") == "long"  # the whole of the fault suite: tests/run.sh --long
 SHARED_MNIST = REPO.parent / "shared" / "data"
 LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)|RANK$|WORLD_SIZE$")

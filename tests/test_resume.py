@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from harness import REPO, assert_same_state, launch, train
+from harness import REPO, TORCHRUN, assert_same_state, launch, train
 
 EPOCHS = "--epochs=2"  # of 9 steps: 203 samples in global batches of 24
 BATCH = "--global-batch-size=24"  # three micro-batches of 8
@@ -142,8 +142,7 @@ def test_a_signal_to_the_whole_process_group_leaves_the_loader_its_workers(tmp_p
 
 
 def test_workers_whose_torchrun_was_killed_save_and_end(tmp_path, tiny):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [REPO / "train_distributed.py", *tiny, "--epochs=2000"]
+    command = [*TORCHRUN, REPO / "train_distributed.py", *tiny, "--epochs=2000"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command.append(f"--checkpoint-dir={tmp_path / 'run'}")

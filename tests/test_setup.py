@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from harness import REPO, launch, train
+from harness import REPO, TORCHRUN, launch, train
 
 import train_distributed
 from train_distributed import check_cards, read_launch_environment
@@ -223,10 +223,9 @@ def test_a_copy_of_the_trainer_alone_trains(tmp_path):
     copy = tmp_path / "my_train.py"
     copy.write_bytes((REPO / "train_distributed.py").read_bytes())
     options = ["--dataset=synthetic", "--image-size=16", "--epochs=1", "--synthetic-samples=64"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, copy, *options], capture_output=True, text=True, cwd=tmp_path, env=env
+        [*TORCHRUN, copy, *options], capture_output=True, text=True, cwd=tmp_path, env=env
     )
     assert result.returncode == 0, result.stderr
     assert "Starting distributed training on 2 processes (1 node x 2)" in result.stdout
@@ -234,8 +233,7 @@ def test_a_copy_of_the_trainer_alone_trains(tmp_path):
 
 
 def test_the_last_lines_of_torchrun_repeat_what_is_wrong(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [REPO / "train_distributed.py", "--dropuot=0"]
+    command = [*TORCHRUN, REPO / "train_distributed.py", "--dropuot=0"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert result.returncode == 1

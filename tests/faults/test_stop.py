@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from harness import LONG, REPO, assert_same_state, launch, train
+from harness import LONG, REPO, TORCHRUN, assert_same_state, launch, train
 
 FOREVER = "--epochs=1000000"
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
@@ -110,7 +110,6 @@ def test_a_stop_during_evaluation_cuts_it_off_and_it_is_made_up_for(tmp_path, ti
 
 
 PLAIN = [sys.executable, "train_distributed.py"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.mark.parametrize("command", [PLAIN, [*TORCHRUN, "train_distributed.py"]])
