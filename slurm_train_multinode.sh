@@ -57,9 +57,11 @@ find_repository() {
   fail "no train_distributed.py in ${SLURM_SUBMIT_DIR:-$PWD}: submit from the repository, or set REPO_ROOT"
 }
 
-run() {
+# end_as COMMAND...: what supervise.py waits for is then srun itself, which Slurm's SIGTERM to all of a
+# preempted job leaves alive until the ranks have saved; this shell it would not.
+end_as() {
   echo "\$$(printf ' %q' "$@")"
-  [[ -n "$DRY_RUN" ]] || "$@"
+  [[ -n "$DRY_RUN" ]] || exec "$@"
 }
 
 main() {
@@ -98,7 +100,7 @@ main() {
   # sees all GPUs of its node and takes the one of its rank: with one each, NVLink would be lost.
   cores="$((cores > gpus ? cores / gpus : 1))"
   unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK
-  run srun --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
+  end_as srun --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
     --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" \
     --cpus-per-task="$cores" --kill-on-bad-exit=1 "${python[@]}" "$TRAIN_SCRIPT" --config "$config" "$@"
 }

@@ -115,7 +115,8 @@ end_all() {
 }
 
 # train COMMAND...: runs it to its end. A signal that asks to stop goes to its children, the workers, who
-# save and end, so that torchrun ends without an error of its own; a second one kills them.
+# save and end, so that torchrun ends without an error of its own. SIGINT after that kills them: SIGTERM
+# does not, which Slurm sends twice within a moment when it preempts a job.
 train() {
   local kills status=0 alone=()
   child="" asked=""
@@ -127,12 +128,10 @@ train() {
     trap 'kill -TERM "$child" 2>/dev/null || true' EXIT
   fi
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
-  trap 'stop TERM' TERM
-  trap 'stop INT' INT
-  trap 'stop' HUP USR1 USR2
+  trap stop HUP INT TERM USR1 USR2
   "${alone[@]}" "$@" &
   child=$!
-  [[ -z "$asked" ]] || stop TERM
+  [[ -z "$asked" ]] || stop
   while kill -0 "$child" 2>/dev/null; do
     wait "$child" || true # a signal interrupts it
   done 2>/dev/null        # bash would say "Killed"
@@ -144,15 +143,14 @@ train() {
   return "$status"
 }
 
-# stop [SIGNAL]: at the start, when there are no workers and nothing to save, torchrun itself.
+# stop: at the start, when there are no workers and nothing to save, torchrun itself.
 stop() {
   if [[ -z "$child" ]]; then
     asked=1
     return
   fi
   pkill -TERM -P "$child" || kill -KILL "$child" || true
-  # shellcheck disable=SC2064
-  [[ -z "${1:-}" ]] || trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' "$1"
+  trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' INT
 }
 
 oom_kills() {

@@ -45,6 +45,21 @@ RECORD = """if True:
     MicroBatchSampler.__iter__ = recorded
 """
 
+# For the launchers in place of the trainer: it saves for a while, into --to=DIRECTORY.
+SLOW_TO_SAVE = """
+import os, signal, sys, time
+def save(*_):
+    if os.environ["RANK"] in os.environ.get("FAILING", "").split():
+        sys.exit(1)
+    time.sleep(float(os.environ.get("SAVE_SECONDS", 8)))
+    open(f"{sys.argv[-1][5:]}/saved{os.environ['RANK']}", "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+os.write(1, b"ready\\n")
+while True:
+    time.sleep(1)
+"""
+
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train_distributed"])
 

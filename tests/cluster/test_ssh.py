@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from harness import REPO, assert_same_state, torch, train
+from harness import REPO, SLOW_TO_SAVE, assert_same_state, torch, train
 from hosts import probed
 
 CONFIG = "configs/default_config.yaml"
@@ -202,21 +202,6 @@ def test_a_killed_launcher_leaves_nothing(cluster, repo, tmp_path, tiny, launche
     cluster.assert_nothing_left(30)
     end_of(launch)
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "stopped"  # and saved
-
-
-SLOW_TO_SAVE = """
-import os, signal, sys, time
-def save(*_):
-    if os.environ["RANK"] in os.environ.get("FAILING", "").split():
-        sys.exit(1)
-    time.sleep(float(os.environ.get("SAVE_SECONDS", 8)))
-    open(f"{sys.argv[-1][5:]}/saved{os.environ['RANK']}", "w").close()
-    sys.exit()
-signal.signal(signal.SIGTERM, save)
-os.write(1, b"ready\\n")
-while True:
-    time.sleep(1)
-"""
 
 
 @pytest.fixture

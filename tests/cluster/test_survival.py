@@ -216,6 +216,23 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))
 
 
+# Read by each Python at its start: the disk of the training takes 9 s, once, when {slow} appears.
+SLOW_DISK = """if True:
+    import os, sys, time
+
+    def slowly(file, fsync=os.fsync):
+        try:
+            os.unlink({slow!r})
+        except FileNotFoundError:
+            return fsync(file)
+        time.sleep(9)
+        return fsync(file)
+
+    if "-m" not in sys.orig_argv and "train_distributed.py" in sys.orig_argv:
+        os.fsync = slowly
+"""
+
+
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
 @pytest.mark.parametrize("where", ["cluster", "racks"])
@@ -223,10 +240,12 @@ def test_a_preempted_job_saves_comes_back_and_ends_the_same(
     request, repo, tmp_path, long_options, untouched, where, style
 ):
     cluster = request.getfixturevalue(where)
-    job = Job(
-        cluster, repo, tmp_path / "run", style, long_options, "--partition=low", "--exclusive"
-    )
+    slow = tmp_path / "slow"
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.format(slow=str(slow)))
+    flags = ["--partition=low", "--exclusive", f"--export=ALL,PYTHONPATH={tmp_path}"]
+    job = Job(cluster, repo, tmp_path / "run", style, long_options, *flags)
     job.wait_for_training()
+    slow.touch()
     flags = [
         "--partition=high",
         "--exclusive",
@@ -237,7 +256,10 @@ def test_a_preempted_job_saves_comes_back_and_ends_the_same(
     job.slurm("sbatch", *flags)
     stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 30)
     assert job.end() == "COMPLETED", job.output()
-    assert job.ledger()[-1]["start_step"] == stopped["global_step"]
+    assert not slow.exists()
+    first, last = job.ledger()
+    assert (first["cause"], first["reason"], first["recomputed"]) == ("stopped", "SIGTERM", 0)
+    assert last["start_step"] == stopped["global_step"]
     is_as_untouched(job, untouched)
 
 

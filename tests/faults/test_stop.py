@@ -11,10 +11,11 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
-from harness import LONG, REPO, TORCHRUN, assert_same_state, launch, train
+from harness import LONG, REPO, SLOW_TO_SAVE, TORCHRUN, assert_same_state, launch, train
 
 FOREVER = "--epochs=1000000"
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
@@ -165,3 +166,58 @@ def test_a_deadline_that_is_no_time_is_told(tmp_path, tiny):
     result = launch(tmp_path / "run", 1, *tiny, env={"DEADLINE": "noon"})
     assert result.codes == [2]
     assert "error: DEADLINE is 'noon', not a time in seconds since 1970" in result.err[0]
+
+
+@pytest.fixture
+def node(tmp_path):
+    """cluster_train.sh with two ranks that take 3 s to save: `node(SIGNAL)` is for all of them."""
+    script = tmp_path / "slow_to_save.py"
+    script.write_text(SLOW_TO_SAVE)
+    words = ["scripts/cluster_train.sh", "configs/default_config.yaml", f"--to={tmp_path}"]
+    more = {"PYTHON": sys.executable, "NPROC_PER_NODE": "2", "SAVE_SECONDS": "3"}
+    process = subprocess.Popen(
+        words,
+        env=os.environ | more | {"TRAIN_SCRIPT": str(script)},
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+    def members() -> list[int]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"TRAIN_SCRIPT={script}\0".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def tell(number):
+        for pid in members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return process
+
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
+    assert process.stdout.readline() == "ready\n"
+    yield tell
+    tell(signal.SIGKILL)
+    process.communicate()
+
+
+def test_slurm_may_send_sigterm_to_all_twice_in_a_moment(tmp_path, node):
+    """As it does when it preempts a job."""
+    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
+        process = node(number)
+        time.sleep(0.2)
+    process.wait(timeout=30)
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+
+
+def test_sigint_after_sigterm_ends_a_node_at_once(tmp_path, node):
+    process = node(signal.SIGTERM)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=30)
+    assert not [*tmp_path.glob("saved*")]
