@@ -57,8 +57,8 @@ find_repository() {
   fail "no train_distributed.py in ${SLURM_SUBMIT_DIR:-$PWD}: submit from the repository, or set REPO_ROOT"
 }
 
-# end_as COMMAND...: what supervise.py waits for is then srun itself, which Slurm's SIGTERM to all of a
-# preempted job leaves alive until the ranks have saved; this shell it would not.
+# end_as COMMAND...: we become it. Slurm's SIGTERM to all of a preempted job would end this shell at once,
+# but srun only when the ranks have saved.
 end_as() {
   echo "\$$(printf ' %q' "$@")"
   [[ -n "$DRY_RUN" ]] || exec "$@"

@@ -380,7 +380,7 @@ class Launch:
         """Run COMMAND until it ends, or we end it. Returns its exit code."""
         try:
             child = subprocess.Popen(
-                self.command, env=env, start_new_session=True, preexec_fn=in_the_child
+                self.command, env=env, start_new_session=True, preexec_fn=die_with_parent
             )
         except OSError as error:
             say(f"error: cannot start {self.command[0]}: {error.strerror}")
@@ -422,7 +422,7 @@ class Launch:
 
 
 def end_group(child):
-    """SIGTERM; SIGINT, with which launchers end all at once; SIGKILL. Returns when its group is gone."""
+    """SIGTERM; SIGINT, which ends all at once; SIGKILL. Returns when its group is gone."""
     for number, seconds in ((signal.SIGTERM, 2), (signal.SIGINT, 6), (signal.SIGKILL, 5)):
         try:
             os.killpg(child.pid, number)
@@ -438,9 +438,8 @@ def end_group(child):
             time.sleep(0.05)
 
 
-def in_the_child():
-    """Should we be killed, the launch stops as well; and it hears SIGINT, though we were started with &."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def die_with_parent():
+    """Should we be killed, the launch stops as well."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
