@@ -216,7 +216,7 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))
 
 
-# Read by each Python at its start: the disk of the training takes 9 s, once, when {slow} appears.
+# Read by each Python at its start: the disk of the training takes 13 s, once, when {slow} appears.
 SLOW_DISK = """if True:
     import os, sys, time
 
@@ -225,7 +225,7 @@ SLOW_DISK = """if True:
             os.unlink({slow!r})
         except FileNotFoundError:
             return fsync(file)
-        time.sleep(9)
+        time.sleep(13)
         return fsync(file)
 
     if "-m" not in sys.orig_argv and "train_distributed.py" in sys.orig_argv:
