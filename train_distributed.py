@@ -578,8 +578,9 @@ def read_mnist(cfg: argparse.Namespace, train: bool, download: bool = False):
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         state = "is damaged: delete it" if any(folder.glob("raw/*ubyte")) else "cannot be had"
         raise UserError(
-            f"{folder} {state} ({error}); where there is a network, python -c 'import torchvision; "
-            f'torchvision.datasets.{name}("D", download=True)\' makes D/{name}: copy it to {root}'
+            f"{folder} {state}; where there is a network, python -c 'import torchvision; "
+            f'torchvision.datasets.{name}("D", download=True)\' makes D/{name}: copy it to {root} '
+            f"({error})"
         ) from None
     finally:
         socket.setdefaulttimeout(None)

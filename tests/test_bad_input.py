@@ -220,7 +220,7 @@ def test_data_that_is_missing_where_there_is_no_network(tmp_path):
     offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     options = ["--dataset=mnist", f"--data-dir={tmp_path / 'nothing'}"]
     message = refuse(tmp_path / "r", *options, ranks=2, env=offline)
-    assert f"{tmp_path}/nothing/MNIST cannot be had (" in message
+    assert f"{tmp_path}/nothing/MNIST cannot be had; where" in message
     assert "copy it to" in message
 
 
