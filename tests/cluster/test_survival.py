@@ -79,8 +79,15 @@ class Job:
         self.wait(trains)
 
     def end(self, seconds=180) -> str:
-        done = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        return self.wait(lambda: (s := self.facts()["JobState"]) in done and s, seconds)
+        """Its last state. A job that was requeued begins when it can, not after a penalty."""
+
+        def ended():
+            state = self.facts()["JobState"]
+            if state == "PENDING":
+                self.cluster.on("login", "scontrol", "update", f"JobId={self.id}", "StartTime=now")
+            return state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL") and state
+
+        return self.wait(ended, seconds)
 
     def output(self) -> str:
         return "".join(path.read_text() for path in self.run.parent.glob("*.out"))
