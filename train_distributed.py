@@ -1652,6 +1652,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
         again = "the same command" + " without " * bool(spent) + " and ".join(spent)
         how = "Finished" if state == "finished" else f"Stopped as asked; {again} goes on"
         print(f"{how}: step {progress.global_step} of {total}, saved in {cfg.checkpoint_dir}")
+    gather(world, None)  # were some to leave while rank 0 saves, a launcher might end it
 
 
 def train_to(goal: int, run: Run, progress: Progress, chosen: str | None) -> list[str]:

@@ -116,10 +116,10 @@ end_all() {
 
 # train COMMAND...: runs it to its end. A signal that asks to stop goes to its children, the workers, who
 # save and end, so that torchrun ends without an error of its own. SIGINT after that kills them: SIGTERM
-# does not, which Slurm sends twice within a moment when it preempts a job.
+# does not, which Slurm sends twice within a moment when it ends a job.
 train() {
   local kills status=0 alone=()
-  child="" asked=""
+  child="" asked="" told=""
   kills="$(oom_kills)"
   # Out of reach of Ctrl-C, and ending with us.
   if setpriv --pdeathsig TERM true 2>/dev/null; then
@@ -129,7 +129,8 @@ train() {
   fi
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
   trap stop HUP INT TERM USR1 USR2
-  "${alone[@]}" "$@" &
+  # Of these torchrun would die, if Slurm sent them to it too, and leave its workers.
+  (trap '' USR1 USR2 && exec "${alone[@]}" "$@") &
   child=$!
   [[ -z "$asked" ]] || stop
   while kill -0 "$child" 2>/dev/null; do
@@ -143,14 +144,18 @@ train() {
   return "$status"
 }
 
-# stop: at the start, when there are no workers and nothing to save, torchrun itself.
+# stop: at the start, when there are no workers yet and nothing to save, torchrun itself.
 stop() {
   if [[ -z "$child" ]]; then
     asked=1
     return
   fi
-  pkill -TERM -P "$child" || kill -KILL "$child" || true
   trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' INT
+  if pkill -TERM -P "$child"; then
+    told=1
+  elif [[ -z "$told" ]]; then
+    kill -KILL "$child" || true
+  fi
 }
 
 oom_kills() {
@@ -220,6 +225,8 @@ main() {
   cores="$(nproc)"
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC_PER_NODE ? cores / NPROC_PER_NODE : 1))}"
   export LOGLEVEL="$LOG_LEVEL" RUN_NONCE="${RUN_NONCE:-$job}"
+  # Where a SIGTERM reaches torchrun as well, it kills its workers after 30 s: too soon for a large model.
+  export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
   fi

@@ -391,6 +391,9 @@ class Launch:
                 break
             except subprocess.TimeoutExpired:
                 self.look_after(child)
+        while code < 0 and self.signals and not self.is_ended and lives(child):
+            self.look_after(child)  # the scheduler has ended a shell, and its children save
+            time.sleep(0.2)
         end_group(child)  # what its first process may have left
         for file in (self.stop_file, self.run.path / "STOP"):
             if self.stopping_since and file.exists():
@@ -422,7 +425,7 @@ class Launch:
 
 
 def end_group(child):
-    """SIGTERM; SIGINT, which ends all at once; SIGKILL. Returns when its group is gone."""
+    """SIGTERM; SIGINT, for our launchers `at once`; SIGKILL. Returns when its group is gone."""
     for number, seconds in ((signal.SIGTERM, 2), (signal.SIGINT, 6), (signal.SIGKILL, 5)):
         try:
             os.killpg(child.pid, number)
@@ -430,17 +433,24 @@ def end_group(child):
             return
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            child.poll()
-            try:
-                os.killpg(child.pid, 0)
-            except ProcessLookupError:
+            if not lives(child):
                 return
             time.sleep(0.05)
 
 
+def lives(child):
+    """Whether anything of its process group does."""
+    child.poll()
+    try:
+        os.killpg(child.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def die_with_parent():
-    """Should we be killed, the launch stops as well."""
-    if sys.platform == "linux":
+    """Should we be killed, the launch stops as well; in sbatch Slurm sees to that, more gently."""
+    if sys.platform == "linux" and os.environ.get("ENVIRONMENT") != "BATCH":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 

@@ -45,6 +45,28 @@ RECORD = """if True:
     MicroBatchSampler.__iter__ = recorded
 """
 
+# The disk of a process takes some seconds, once, after it was asked to stop.
+SLOW_DISK = """if True:
+    import os, signal, time
+
+    heard = []
+
+    def listen(number, handler, listen=signal.signal):
+        def hear(*arguments):
+            heard.append(number)
+            handler(*arguments)
+
+        return listen(number, hear if callable(handler) else handler)
+
+    def write(file, fsync=os.fsync):
+        if heard and None not in heard:
+            heard.append(None)
+            time.sleep({seconds})
+        fsync(file)
+
+    signal.signal, os.fsync = listen, write
+"""
+
 # For the launchers in place of the trainer: it saves for a while, into --to=DIRECTORY.
 SLOW_TO_SAVE = """
 import os, signal, sys, time

@@ -312,6 +312,27 @@ def test_a_setpriv_that_knows_no_pdeathsig(cluster, repo, tmp_path, probe):
     launch.communicate()
 
 
+def test_a_node_that_has_saved_waits_for_another_however_often_it_is_told(cluster, repo, tmp_path):
+    script = tmp_path / "slow_to_save.py"
+    script.write_text(SLOW_TO_SAVE)
+    env = {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "2"}
+    nodes = []
+    for rank, (host, seconds) in enumerate({"node01": "5", "node02": "0"}.items()):
+        words = ["scripts/cluster_train.sh", CONFIG, 2, rank, "node01", 23456, f"--to={tmp_path}"]
+        nodes.append(cluster.start(host, *words, cwd=repo, **env, SAVE_SECONDS=seconds))
+    for node in nodes:
+        while node.stdout.readline() != "ready\n":
+            assert node.poll() is None
+        assert node.stdout.readline() == "ready\n"
+    for _ in range(2):
+        for node in nodes:
+            node.send_signal(signal.SIGTERM)
+        time.sleep(2)
+    assert "".join(end_of(node) for node in nodes) == ""
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert len([*tmp_path.glob("saved*")]) == 4
+
+
 def test_a_rank_that_dies_ends_all_and_its_node_is_named(cluster, repo, tmp_path, tiny):
     launch = long_run(cluster, repo, tmp_path, tiny, AUTO)
     ranks = [

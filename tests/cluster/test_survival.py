@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LONG, assert_same_state, train
+from harness import LONG, SLOW_DISK, assert_same_state, train
 
 TORCHRUN, SRUN = "run_distributed.slurm", "slurm_train_multinode.sh"
 EPOCHS = 60 if LONG else 20  # of 5 steps: long enough to be interfered with
@@ -27,6 +27,15 @@ def long_options(tiny):
 def untouched(tmp_path_factory, long_options):
     run = train(tmp_path_factory.mktemp("untouched") / "run", 4, *long_options)
     return run.checkpoint(f"checkpoint_epoch_{EPOCHS}")
+
+
+@pytest.fixture
+def slow_disk(tmp_path) -> str:
+    """For sbatch: a disk that takes 13 s once the training has heard a signal, of KillWait's 20."""
+    training = "'-m' not in sys.orig_argv and 'train_distributed.py' in sys.orig_argv"
+    code = SLOW_DISK.format(seconds=13).replace("True", training, 1)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\n{code}")
+    return f"--export=ALL,PYTHONPATH={tmp_path}"
 
 
 class Job:
@@ -136,13 +145,13 @@ CASES = [
 
 @pytest.mark.parametrize(("where", "style", "ask"), CASES)
 def test_a_job_asked_to_stop_is_requeued_loses_no_step_and_ends_the_same(
-    request, repo, tmp_path, long_options, untouched, where, style, ask
+    request, repo, tmp_path, long_options, untouched, where, style, ask, slow_disk
 ):
     cluster = request.getfixturevalue(where)
-    job = Job(cluster, repo, tmp_path / "run", style, long_options)
+    job = Job(cluster, repo, tmp_path / "run", style, long_options, slow_disk)
     job.wait_for_training()
     ask(job)
-    stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 20)
+    stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 40)
     assert job.end() == "COMPLETED", job.output()
     first, last = job.ledger()[0], job.ledger()[-1]
     assert (first["cause"], first["recomputed"]) == ("stopped", 0)
@@ -187,6 +196,26 @@ def test_a_job_that_cannot_save_in_time_is_requeued_all_the_same(
 
 
 @long
+@pytest.mark.parametrize("style", [TORCHRUN, SRUN])
+def test_a_killed_supervisor_costs_the_job_but_no_step(
+    cluster, repo, tmp_path, long_options, untouched, style, slow_disk
+):
+    job = Job(cluster, repo, tmp_path / "run", style, long_options, slow_disk)
+    job.wait_for_training()
+    (supervisor,) = [p.pid for p in cluster.processes() if "supervise.py bash" in p.line]
+    os.kill(supervisor, signal.SIGKILL)
+    assert job.end() == "FAILED"
+    cluster.assert_nothing_left(30)
+    step = job.status()["global_step"]
+    assert job.status()["state"] == "stopped"
+    again = Job(cluster, repo, tmp_path / "run", style, long_options)
+    assert again.end() == "COMPLETED", again.output()
+    assert [attempt["recomputed"] for attempt in again.ledger()] == [0, 0]
+    assert again.ledger()[-1]["start_step"] == step
+    is_as_untouched(again, untouched)
+
+
+@long
 def test_a_killed_rank_costs_a_relaunch_and_nothing_else(
     cluster, repo, tmp_path, long_options, untouched
 ):
@@ -223,36 +252,16 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))
 
 
-# Read by each Python at its start: the disk of the training takes 13 s, once, when {slow} appears.
-SLOW_DISK = """if True:
-    import os, sys, time
-
-    def slowly(file, fsync=os.fsync):
-        try:
-            os.unlink({slow!r})
-        except FileNotFoundError:
-            return fsync(file)
-        time.sleep(13)
-        return fsync(file)
-
-    if "-m" not in sys.orig_argv and "train_distributed.py" in sys.orig_argv:
-        os.fsync = slowly
-"""
-
-
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
 @pytest.mark.parametrize("where", ["cluster", "racks"])
 def test_a_preempted_job_saves_comes_back_and_ends_the_same(
-    request, repo, tmp_path, long_options, untouched, where, style
+    request, repo, tmp_path, long_options, untouched, where, style, slow_disk
 ):
     cluster = request.getfixturevalue(where)
-    slow = tmp_path / "slow"
-    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.format(slow=str(slow)))
-    flags = ["--partition=low", "--exclusive", f"--export=ALL,PYTHONPATH={tmp_path}"]
+    flags = ["--partition=low", "--exclusive", slow_disk]
     job = Job(cluster, repo, tmp_path / "run", style, long_options, *flags)
     job.wait_for_training()
-    slow.touch()
     flags = [
         "--partition=high",
         "--exclusive",
@@ -263,7 +272,6 @@ def test_a_preempted_job_saves_comes_back_and_ends_the_same(
     job.slurm("sbatch", *flags)
     stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 30)
     assert job.end() == "COMPLETED", job.output()
-    assert not slow.exists()
     first, last = job.ledger()
     assert (first["cause"], first["reason"], first["recomputed"]) == ("stopped", "SIGTERM", 0)
     assert last["start_step"] == stopped["global_step"]

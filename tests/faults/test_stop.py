@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LONG, REPO, SLOW_TO_SAVE, TORCHRUN, assert_same_state, launch, train
+from harness import LONG, REPO, SLOW_DISK, SLOW_TO_SAVE, TORCHRUN, assert_same_state, launch, train
 
 FOREVER = "--epochs=1000000"
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
@@ -54,6 +54,21 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path, tiny, tria
     assert all(len(micros) == ranks for micros in samples.values())  # nobody left out the last
     saved = run.checkpoint(max(run.directory.glob("*.pt"), key=os.path.getmtime).stem)
     assert saved["progress"]["global_step"] == step
+
+
+def test_all_wait_for_the_last_save(tmp_path, tiny):
+    """srun, for one, may end a rank that saves when others have gone."""
+
+    def during(processes):
+        wait_for_step(tmp_path / "run", 3)
+        os.kill(processes[0].pid, signal.SIGTERM)
+        processes[1].join(60)
+        status = json.loads((tmp_path / "run" / "status.json").read_text())
+        assert status["state"] == "stopped"
+
+    slow = SLOW_DISK.format(seconds=3)
+    run = launch(tmp_path / "run", 2, *tiny, FOREVER, during=during, before=slow)
+    assert run.codes == [0, 0], run.err
 
 
 @pytest.mark.parametrize("way", ["STOP", "STOP_FILE", "DEADLINE", "--max-duration"])
@@ -168,56 +183,91 @@ def test_a_deadline_that_is_no_time_is_told(tmp_path, tiny):
     assert "error: DEADLINE is 'noon', not a time in seconds since 1970" in result.err[0]
 
 
-@pytest.fixture
-def node(tmp_path):
-    """cluster_train.sh with two ranks that take 3 s to save: `node(SIGNAL)` is for all of them."""
-    script = tmp_path / "slow_to_save.py"
-    script.write_text(SLOW_TO_SAVE)
-    words = ["scripts/cluster_train.sh", "configs/default_config.yaml", f"--to={tmp_path}"]
-    more = {"PYTHON": sys.executable, "NPROC_PER_NODE": "2", "SAVE_SECONDS": "3"}
-    process = subprocess.Popen(
-        words,
-        env=os.environ | more | {"TRAIN_SCRIPT": str(script)},
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+class Node:
+    """cluster_train.sh with two ranks that take some seconds to save."""
 
-    def members() -> list[int]:
+    def __init__(self, directory, seconds, *before):
+        self.script = directory / "slow_to_save.py"
+        self.script.write_text(SLOW_TO_SAVE)
+        words = ["scripts/cluster_train.sh", "configs/default_config.yaml"]
+        more = {"PYTHON": sys.executable, "NPROC_PER_NODE": "2", "RUN_DIR": str(directory)}
+        more |= {"SAVE_SECONDS": str(seconds), "TRAIN_SCRIPT": str(self.script)}
+        self.process = subprocess.Popen(
+            [*before, *words, f"--to={directory}"],
+            env=os.environ | more,
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for_ranks(self) -> None:
+        for _ in range(2):
+            while self.process.stdout.readline() != "ready\n":
+                assert self.process.poll() is None
+
+    def members(self) -> list[int]:
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if f"TRAIN_SCRIPT={script}\0".encode() in (entry / "environ").read_bytes():
+                if f"TRAIN_SCRIPT={self.script}\0".encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
         return found
 
-    def tell(number):
-        for pid in members():
+    def tell_all(self, number) -> None:
+        for pid in self.members():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        return process
 
-    while process.stdout.readline() != "ready\n":
-        assert process.poll() is None
-    assert process.stdout.readline() == "ready\n"
-    yield tell
-    tell(signal.SIGKILL)
-    process.communicate()
+    def end(self) -> None:
+        self.tell_all(signal.SIGKILL)
+        self.process.communicate()
 
 
-def test_slurm_may_send_sigterm_to_all_twice_in_a_moment(tmp_path, node):
-    """As it does when it preempts a job."""
-    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM):
-        process = node(number)
+@pytest.fixture
+def node(tmp_path):
+    """Starts a Node whose ranks listen."""
+    nodes = []
+
+    def start(*arguments) -> Node:
+        nodes.append(Node(tmp_path, *arguments))
+        nodes[0].wait_for_ranks()
+        return nodes[0]
+
+    yield start
+    nodes[0].end()
+
+
+def saved(directory) -> list[str]:
+    return sorted(path.name for path in directory.glob("saved*"))
+
+
+# torchrun's own limit is 30 s.
+@pytest.mark.parametrize("seconds", [3, pytest.param(35, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_slurm_may_signal_all_processes_of_a_node(tmp_path, node, name, seconds):
+    """SIGTERM it sends twice in a moment, when it ends a job."""
+    node = node(seconds)
+    for number in (getattr(signal, name), signal.SIGCONT, getattr(signal, name)):
+        node.tell_all(number)
         time.sleep(0.2)
-    process.wait(timeout=30)
-    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+    node.process.wait(timeout=60)
+    assert saved(tmp_path) == ["saved0", "saved1"]
 
 
 def test_sigint_after_sigterm_ends_a_node_at_once(tmp_path, node):
-    process = node(signal.SIGTERM)
+    node = node(3)
+    node.process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=30)
-    assert not [*tmp_path.glob("saved*")]
+    node.process.send_signal(signal.SIGINT)
+    node.process.wait(timeout=30)
+    assert not saved(tmp_path)
+
+
+def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):
+    node = node(999, "scripts/supervise.py")
+    for _ in range(2):
+        node.process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+    assert node.process.wait(timeout=30) == 1
+    assert not node.members() and not saved(tmp_path)

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from harness import REPO, load
+from harness import REPO, SLOW_TO_SAVE, load
 from test_stop import FOREVER, wait_for_step
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
@@ -111,6 +111,20 @@ def test_a_second_ctrl_c_ends_what_does_not_stop(tmp_path):
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=30)
     assert process.returncode == 1 and "Given up, as you asked" in text
+
+
+def test_a_scheduler_that_ends_the_shell_around_it_lets_the_training_save(tmp_path):
+    script, launcher = tmp_path / "slow_to_save.py", tmp_path / "launch.sh"
+    script.write_text(SLOW_TO_SAVE)
+    launcher.write_text(f"{sys.executable} {script} --to={tmp_path}\n: or bash would become it\n")
+    env = {"RANK": "0", "SAVE_SECONDS": "4", "TRAIN_SCRIPT": str(script)}
+    process = start(tmp_path, "bash", launcher, **env)
+    assert process.stdout.readline() == "ready\n"
+    shell = int(subprocess.check_output(["pgrep", "-P", str(process.pid)]))
+    process.send_signal(signal.SIGTERM)
+    os.killpg(shell, signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert (tmp_path / "saved0").exists()
 
 
 def test_a_killed_supervisor_leaves_no_training_behind(tmp_path, tiny):
