@@ -88,12 +88,15 @@ class Job:
         self.wait(trains)
 
     def end(self, seconds=180) -> str:
-        """Its last state. A job that was requeued begins when it can, not after a penalty."""
+        """Its last state. A job that was requeued begins after 3 s, not after a penalty."""
+        hurried = False
 
         def ended():
+            nonlocal hurried
             state = self.facts()["JobState"]
-            if state == "PENDING":
-                self.cluster.on("login", "scontrol", "update", f"JobId={self.id}", "StartTime=now")
+            if state == "PENDING" and not hurried:  # at once, Slurm would find it revoked
+                soon = f"JobId={self.id}", "StartTime=now+3"
+                hurried = self.cluster.on("login", "scontrol", "update", *soon)[0] == 0
             return state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL") and state
 
         return self.wait(ended, seconds)
