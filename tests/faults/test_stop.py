@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -227,15 +227,15 @@ class Node:
 @pytest.fixture
 def node(tmp_path):
     """Starts a Node whose ranks listen."""
-    nodes = []
+    with ExitStack() as at_end:
 
-    def start(*arguments) -> Node:
-        nodes.append(Node(tmp_path, *arguments))
-        nodes[0].wait_for_ranks()
-        return nodes[0]
+        def start(*arguments) -> Node:
+            node = Node(tmp_path, *arguments)
+            at_end.callback(node.end)
+            node.wait_for_ranks()
+            return node
 
-    yield start
-    nodes[0].end()
+        yield start
 
 
 def saved(directory) -> list[str]:
