@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +142,16 @@ def load(path: Path):
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def processes_with(name: str, value) -> dict[int, str]:
+    """{pid: command line} of this machine's processes that have NAME=VALUE in their environment."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended in the meantime
+            if f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().decode()
+    return found
 
 
 def free_port() -> int:

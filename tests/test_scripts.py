@@ -66,14 +66,13 @@ def test_plots_compare_runs(tmp_path, tiny):
     )
 
 
-def test_slurm_scripts_find_the_repository_in_the_same_way():
-    # Before they have found it there is nothing to share, so each holds a copy of the block.
+# find_repository: before they have found it there is nothing to share, so each holds a copy.
+@pytest.mark.parametrize(("function", "copies"), [("find_repository", 3), ("end_as", 2)])
+def test_slurm_scripts_hold_the_same_copy_of_a_function(function, copies):
     scripts = ["run_distributed.slurm", "slurm_train_multinode.sh", "slurm_train_single_node.sh"]
-    blocks = [
-        re.search(r"find_repository\(\) \{\n.*?\n\}\n", (REPO / name).read_text(), re.DOTALL)[0]
-        for name in scripts
-    ]
-    assert len(set(blocks)) == 1
+    block = re.compile(rf"{function}\(\) {{\n.*?\n}}\n", re.DOTALL)
+    blocks = [found for name in scripts for found in block.findall((REPO / name).read_text())]
+    assert len(blocks) == copies and len(set(blocks)) == 1
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: str(path.relative_to(REPO)))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LONG, RECORD, REPO, assert_same_state, launch, train
+from harness import LONG, RECORD, REPO, assert_same_state, launch, processes_with, train
 from test_stop import FOREVER
 
 import train_distributed
@@ -120,20 +120,16 @@ class Campaign:
         options = [*options, f"--checkpoint-dir={self.run}"]
         self.command = [REPO / "scripts/supervise.py", self.launcher, *options]
 
-    def members(self, supervisor: int) -> dict[str, list[int]]:
+    def members(self) -> dict[str, list[int]]:
         """What may be killed: pids by kind."""
         found: dict[str, list[int]] = {"rank": [], "agent": [], "launcher": []}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                env, line = (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
-                if f"RECORD_TO={self.run}\0".encode() not in env + b"\0":
-                    continue
-                if b"torch.distributed.run" in line:
-                    found["agent"].append(int(entry.name))
-                elif b"record.py" in line:
-                    found["rank"].append(int(entry.name))
-                elif b"cluster_train.sh" in line and b"tee" not in line:
-                    found["launcher"].append(int(entry.name))
+        for pid, line in processes_with("RECORD_TO", self.run).items():
+            if "torch.distributed.run" in line:
+                found["agent"].append(pid)
+            elif "record.py" in line:
+                found["rank"].append(pid)
+            elif "cluster_train.sh" in line and "tee" not in line:
+                found["launcher"].append(pid)
         return found
 
     def start(self, kills: int, draw: random.Random) -> str:
@@ -153,7 +149,7 @@ class Campaign:
                 self.wait_for_new_steps(process, number)
                 time.sleep(draw.random())
                 kind = draw.choice(["rank", "rank", "agent", "launcher"])
-                victims = self.members(process.pid)[kind]
+                victims = self.members()[kind]
                 if victims:
                     victim = draw.choice(sorted(victims))
                     print(f"kill {number}: {kind} {victim}")
@@ -164,9 +160,9 @@ class Campaign:
             process.kill()
             process.wait()
         deadline = time.monotonic() + 10
-        while any(self.members(0).values()) and time.monotonic() < deadline:
+        while any(self.members().values()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not any(self.members(0).values())
+        assert not any(self.members().values())
         return log.read_text()
 
     def wait_for_new_steps(self, process, number: int) -> None:

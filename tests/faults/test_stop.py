@@ -11,11 +11,20 @@ import sys
 import termios
 import time
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 import torch
-from harness import LONG, REPO, SLOW_DISK, SLOW_TO_SAVE, TORCHRUN, assert_same_state, launch, train
+from harness import (
+    LONG,
+    REPO,
+    SLOW_DISK,
+    SLOW_TO_SAVE,
+    TORCHRUN,
+    assert_same_state,
+    launch,
+    processes_with,
+    train,
+)
 
 FOREVER = "--epochs=1000000"
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
@@ -207,12 +216,7 @@ class Node:
                 assert self.process.poll() is None
 
     def members(self) -> list[int]:
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if f"TRAIN_SCRIPT={self.script}\0".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found
+        return [*processes_with("TRAIN_SCRIPT", self.script)]
 
     def tell_all(self, number) -> None:
         for pid in self.members():
