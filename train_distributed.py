@@ -41,10 +41,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 import torchvision
 import yaml
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
 from torchvision import transforms
@@ -60,11 +58,11 @@ class UserError(Exception):
 
 
 @contextmanager
-def explain(what: str):
+def explain(what: str, *errors: type[Exception]):
     """Turn errors of files and libraries into a UserError that says what they are about."""
     try:
         yield
-    except (OSError, RuntimeError, ValueError, KeyError, AttributeError, yaml.YAMLError) as error:
+    except errors as error:
         raise UserError(f"{what} ({type(error).__name__}: {error})") from None
 
 
@@ -73,8 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The options, one per line. They are also the keys of a config file, with _ instead of -."""
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(prog="train_distributed.py", description=__doc__, **style)
-    switch = argparse.BooleanOptionalAction
-    add = parser.add_argument_group("run").add_argument
+    add, switch = parser.add_argument, argparse.BooleanOptionalAction
     add("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
     add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
     add("--resume", default="auto", help="auto: from the newest checkpoint; none; FILE.pt [auto]")
@@ -83,7 +80,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=42, help="of everything random [42]")
     add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
     add("--reproducible", action=switch, default=False, help="same bits on any number of ranks")
-    add = parser.add_argument_group("data and model").add_argument
     datasets = ["mnist_sample", "mnist", "imagefolder", "synthetic"]
     add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
     add("--data-dir", default="data", help="where the data is, or is downloaded to [data]")
@@ -91,7 +87,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-workers", type=int, default=8, help="per rank, to read image files [8]")
     add("--model", default="simple_convnet", help="or a torchvision classifier such as resnet50")
     add("--dropout", type=float, default=0.25, help="of simple_convnet [0.25]")
-    add = parser.add_argument_group("training").add_argument
     add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
     add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
@@ -102,13 +97,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
     add("--compile", action=switch, default=False, help="torch.compile the model")
     add("--activation-checkpointing", action=switch, default=False, help="recompute, saves memory")
-    add = parser.add_argument_group("metrics and checkpoints").add_argument
     add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
     add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
     add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
     add("--checkpoint-every-steps", type=positive_int, help="also within an epoch [off]")
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
-    add = parser.add_argument_group("distributed").add_argument
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
     add("--nodes", type=positive_int, help="refuse to start on any other number of nodes")
     add("--gpus-per-node", type=positive_int, help="refuse to start with other ranks per node")
@@ -133,7 +126,7 @@ def parse_config(argv: list[str], parser: argparse.ArgumentParser | None = None)
 
     parser.error = fail
     if file := parser.parse_args(argv).config:
-        with explain(f"{file}: expected lines such as `epochs: 5`, one option each"):
+        with explain(file, OSError, ValueError, AttributeError, yaml.YAMLError):
             # BaseLoader makes nothing but strings, lists and dicts: `amp: off` stays "off".
             options = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
             for key, value in dict(options or {}).items():
@@ -159,39 +152,39 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
     if (cfg.nodes or nodes, cfg.gpus_per_node or per_node) != (nodes, per_node):
         raise UserError(f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks")
     backend = cfg.distributed_backend or ("nccl" if gpus else "gloo")
-    if backend == "nccl" and not gpus:
-        raise UserError(f"no GPU is visible on {socket.gethostname()}, but nccl needs one")
     if gpus:  # with srun --gpus-per-task=1 every rank sees one GPU only, which is then number 0
         device = torch.device("cuda", local_rank if local_rank < gpus else 0)
         torch.cuda.set_device(device)  # before any collective, or all ranks also use GPU 0
     if rank == 0:
         noun = "GPU" + "s" * (world_size > 1) if gpus else "process" + "es" * (world_size > 1)
         log(f"Starting distributed training on {world_size} {noun} ({nodes} x {per_node})")
-        log(f"Master node: {socket.gethostname()}; {backend}, PyTorch {torch.__version__}")
+        log(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
-        bound = {"device_id": device} if backend == "nccl" else {}
-        wait = timedelta(seconds=cfg.hang_timeout)
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=wait, **bound)
+        options = {"timeout": timedelta(seconds=cfg.hang_timeout), "world_size": world_size}
+        bound = device if backend == "nccl" else None
+        dist.init_process_group(backend, rank=rank, device_id=bound, **options)
     return World(rank, world_size, device)
 
 
 def launch_environment(env) -> tuple[int, int, int, int]:
-    """(rank, local rank, world size, ranks per node): torchrun's, else Slurm's, else 0, 0, 1, 1."""
+    """(rank, local rank, world size, ranks per node): torchrun's, else Slurm's, else 0, 0, 1, 1.
+
+    A step of plain srun needs MASTER_ADDR and MASTER_PORT as well; scripts/guard.py sets them.
+    """
     names = ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)
-    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # MASTER_ADDR and
-        slurm = "PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"  # MASTER_PORT are
-        for (name, _), theirs in zip(names, slurm):  # set by whoever calls srun
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        slurm = "PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"
+        for (name, _), theirs in zip(names, slurm):
             env[name] = env[f"SLURM_{theirs}"].split("(")[0].split(",")[0]  # of 4(x2) or 4,3
     return tuple(int(env.get(name, default)) for name, default in names)
 
 
 def on_rank_0(world: World, function, *arguments):
     """What function(*arguments) returns on rank 0; a UserError there ends all. Collective."""
-    outcome = [None]
     try:
-        outcome[0] = function(*arguments) if world.rank == 0 else None
+        outcome = [function(*arguments) if world.rank == 0 else None]
     except UserError as error:
-        outcome[0] = error
+        outcome = [error]
     if world.world_size > 1:
         dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], UserError):
@@ -202,11 +195,10 @@ def on_rank_0(world: World, function, *arguments):
 
 def log(text: str, stream=None) -> None:
     """Print a line. Training goes on even if nobody can read it any more."""
-    stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
     except OSError:  # a closed terminal, a `tee` ended by Ctrl-C, a full disk under the log
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 # -------------------------------------------------------------------------------------- MODEL
@@ -242,10 +234,9 @@ def build_optimizer(cfg: argparse.Namespace, model: nn.Module) -> torch.optim.Op
 def learning_rate(cfg: argparse.Namespace, step: int, steps_per_epoch: int) -> float:
     """A function of the step alone: linear warm-up, then a cosine down to 0."""
     warmup = round(cfg.warmup_epochs * steps_per_epoch)
-    if step < warmup:
-        return cfg.lr * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, cfg.epochs * steps_per_epoch - warmup)
-    return cfg.lr * (1 + math.cos(math.pi * done)) / 2
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return cfg.lr * ((step + 1) / (warmup + 1) if step < warmup else cosine)
 
 
 # --------------------------------------------------------------------------------------- DATA
@@ -267,19 +258,21 @@ def get_datasets(cfg: argparse.Namespace) -> tuple[Dataset, Dataset, DataSpec]:
         images = torch.randint(256, (1280, 3, size, size), generator=generator, dtype=torch.uint8)
         data = InMemoryImages(images, torch.randint(1000, (1280,), generator=generator))
         return data, InMemoryImages(*data[:256]), DataSpec(3, size, 1000)
-    if cfg.dataset == "imagefolder":  # DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg
-        crop = transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()
-        plain = transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)
-        train, val = (transforms.Compose([*t, transforms.PILToTensor()]) for t in (crop, plain))
-        train = torchvision.datasets.ImageFolder(Path(cfg.data_dir, "train"), train)
-        val = torchvision.datasets.ImageFolder(Path(cfg.data_dir, "val"), val)
-        return train, val, DataSpec(3, size, len(train.classes))
-    shipped = cfg.dataset == "mnist_sample"  # with this file
-    root = Path(__file__).with_name("data") / "mnist_sample" if shipped else Path(cfg.data_dir)
-    parts = (torchvision.datasets.MNIST(root, t, download=not shipped) for t in (True, False))
-    sets = (InMemoryImages(part.data[:, None], part.targets) for part in parts)
-    channels = 1 if cfg.model == "simple_convnet" else 3  # torchvision's models expect colour
-    return *sets, DataSpec(channels, cfg.image_size or 28, 10, (0.1307,), (0.3081,))
+    with explain(f"cannot read {cfg.dataset} in --data-dir {cfg.data_dir}", OSError, RuntimeError):
+        if cfg.dataset == "imagefolder":  # DATA_DIR/train/CLASS/*.jpg, DATA_DIR/val/CLASS/*.jpg
+            crop = transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()
+            plain = transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)
+            train, val = (transforms.Compose([*t, transforms.PILToTensor()]) for t in (crop, plain))
+            train = torchvision.datasets.ImageFolder(Path(cfg.data_dir, "train"), train)
+            val = torchvision.datasets.ImageFolder(Path(cfg.data_dir, "val"), val)
+            return train, val, DataSpec(3, size, len(train.classes))
+        shipped = cfg.dataset == "mnist_sample"  # with this file
+        root = Path(__file__).with_name("data") / "mnist_sample" if shipped else Path(cfg.data_dir)
+        parts = [torchvision.datasets.MNIST(root, t, download=not shipped) for t in (True, False)]
+    size, channels = cfg.image_size or 28, 1 if cfg.model == "simple_convnet" else 3
+    resize = transforms.Compose([transforms.Resize(size), transforms.Grayscale(channels)])
+    sets = (InMemoryImages(resize(part.data[:, None]), part.targets) for part in parts)
+    return *sets, DataSpec(channels, size, 10, (0.1307,), (0.3081,))
 
 
 class InMemoryImages(TensorDataset):
@@ -314,10 +307,10 @@ def derive_seed(*parts) -> int:
 class MicroBatchSampler:
     """The micro-batches of this rank; it takes the place of DistributedSampler.
 
-    One permutation per epoch, from (seed, epoch). Step s takes the next G samples of it, the last
-    step what is left: no sample is lost or used twice. A step is cut into C = G / b micro-batches;
-    rank r of W takes those from C * r // W up to C * (r + 1) // W, so W need not divide C.
-    Yields lists of keys = epoch * samples + sample id, so that loader workers know the epoch, too.
+    Step s takes the next G samples of the epoch's permutation, the last step what is left: none is
+    lost or used twice. A step is cut into C = G / b micro-batches; rank r of W takes those from
+    C * r // W up to C * (r + 1) // W, so W need not divide C. Yields lists of keys, which are epoch
+    * samples + sample id: so loader workers know the epoch, too.
     """
 
     def __init__(self, samples: int, cfg: argparse.Namespace, world: World):
@@ -325,8 +318,9 @@ class MicroBatchSampler:
         cfg.global_batch_size = total = cfg.global_batch_size or cfg.batch_size * world.world_size
         self.global_batch_size, self.per_step = total, total // cfg.batch_size
         if total % cfg.batch_size or self.per_step < world.world_size:
-            text = f"--batch-size {cfg.batch_size} must divide the global batch size, {total}, and"
-            raise UserError(f"{text} be at most {total // world.world_size} on this many ranks")
+            raise UserError(
+                f"--batch-size must divide {total}, and {world.world_size} ranks need one each"
+            )
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.local_micro_batches = range(first, end)
         self.steps_per_epoch = -(-samples // total)
@@ -353,9 +347,8 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler) -> DataLo
     if isinstance(dataset, InMemoryImages):  # all of it on the device
         dataset.tensors = tuple(tensor.to(world.device) for tensor in dataset.tensors)
         return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=default_convert)
-    options = {"num_workers": cfg.num_workers, "pin_memory": world.device.type == "cuda"}
-    if cfg.num_workers:
-        options |= {"persistent_workers": True, "worker_init_fn": ignore_stop_signals}
+    options = {"num_workers": cfg.num_workers, "persistent_workers": cfg.num_workers > 0}
+    options |= {"worker_init_fn": ignore_stop_signals, "pin_memory": world.device.type == "cuda"}
     return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
 
 
@@ -363,8 +356,8 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler) -> DataLo
 class Metrics:
     """Sums of loss, correct predictions and samples, on the device: adding waits for no GPU.
 
-    They are whole numbers, the loss in units of 2**-24: their sum has the same bits in any order,
-    so on any number of ranks, before and after a resume. A loss that is not finite counts as 0.
+    They are whole numbers, the loss in units of 2**-24: in any order, on any number of ranks, they
+    add up to the same bits. A loss that is not finite counts as 0.
     """
 
     def __init__(self, device: torch.device):
@@ -406,8 +399,7 @@ def open_metrics(run: "Run") -> bool:
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [s for s in lines if s[-1:] == b"\n" and json.loads(s)["step"] <= run.global_step]
     run.directory.write(path.name, lambda file: file.writelines(kept))
-    config = yaml.safe_dump(vars(cfg), sort_keys=False).encode()
-    run.directory.write("config.yaml", lambda file: file.write(config))
+    run.directory.write("config.yaml", lambda f: f.write(yaml.safe_dump(vars(cfg)).encode()))
     if cfg.tensorboard:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         board = writer(path.with_name("tensorboard"), purge_step=run.global_step + 1)
@@ -423,9 +415,8 @@ def open_metrics(run: "Run") -> bool:
 class RunDirectory:
     """--checkpoint-dir. One job at a time trains in it: the owner that the file `lock` names.
 
-    The kernel frees the lock when its process ends. A newer attempt of the same job ($ATTEMPT_ID is
-    JOB.NUMBER, set by scripts/supervise.py) may take it over; an older one that is still alive,
-    perhaps cut off from the network, then writes nothing more.
+    The kernel frees the lock when its process ends. A newer attempt of the same job, as $ATTEMPT_ID
+    says, takes it over; an older one that is still alive then writes nothing more.
     """
 
     def __init__(self, path: Path):
@@ -435,7 +426,7 @@ class RunDirectory:
 
     def lock(self) -> None:
         """For rank 0, before it changes anything. UserError if another job is the owner."""
-        with explain(f"cannot write to --checkpoint-dir {self.path}"):
+        with explain(f"cannot write to --checkpoint-dir {self.path}", OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             self.file = (self.path / "lock").open("a+")
             with suppress(BlockingIOError):
@@ -471,61 +462,56 @@ class RunDirectory:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def checkpoints(self) -> list[Path]:
-        """The newest first; files that cannot be read count as newest."""
-
-        def step_of(path: Path) -> float:
-            with suppress(Exception):  # mmap: without reading the weights
-                return torch.load(path, mmap=True, weights_only=True)["global_step"]
-            return math.inf
-
-        return sorted(self.path.glob("checkpoint_*.pt"), key=step_of, reverse=True)
-
 
 def save_checkpoint(run: "Run", final: bool) -> None:
-    """checkpoint_epoch_N.pt at the end of an epoch, else checkpoint_step_N.pt. Written by rank 0."""
+    """checkpoint_epoch_N.pt at the end of an epoch, else checkpoint_step_N.pt. Done by rank 0."""
     if run.world.rank:
         return
-    began, (epoch, step) = time.monotonic(), divmod(run.global_step, run.sampler.steps_per_epoch)
+    epoch, step = divmod(run.global_step, run.sampler.steps_per_epoch)
     name = f"checkpoint_step_{run.global_step}" if step else f"checkpoint_epoch_{epoch}"
-    state = {"name": name, "samples": run.sampler.samples, "config": dict(vars(run.cfg))}
+    path = run.directory.path / f"{name}.pt"
+    state = {"name": name, "run": run.name, "config": dict(vars(run.cfg))}
     state |= {key: getattr(run, key) for key in POSITION}  # plain types, as weights_only needs
     state |= {part: getattr(run, part).state_dict() for part in ("model", "optimizer", "scaler")}
     try:
         if not all(value.isfinite().all() for value in state["model"].values()):
             raise UserError(f"{name}: the weights are not finite, not saved; lower --lr", "NaN")
-        run.directory.write(f"{name}.pt", functools.partial(torch.save, state))
+        run.directory.write(path.name, functools.partial(torch.save, state))
         run.failed_saves, run.saved_step = 0, run.global_step
+        run.saved = [*(old for old in run.saved if old != path), path]
+        for old in run.saved[: -run.cfg.keep]:
+            old.unlink(missing_ok=True)
+        write_status(run, "running")
     except UserError as error:
         run.failed_saves += 1
         if final or error.cause != "disk" or run.failed_saves == 3:  # in a row
             raise
         log(f"WARNING: {error}; training goes on", sys.stderr)
-    run.save_seconds = max(run.save_seconds, time.monotonic() - began)
-    for old in run.directory.checkpoints()[run.cfg.keep :]:
-        old.unlink()
 
 
 def load_checkpoint(path: Path) -> dict:
     """The content of a checkpoint, on the CPU. UserError if it is damaged, or not one of ours."""
-    try:  # the file is a zip archive with a CRC-32 for each record, which torch.load() ignores
+    with explain(f"{path} on {socket.gethostname()} is damaged or not a checkpoint", Exception):
+        # The file is a zip archive with a CRC-32 for each record, which torch.load() ignores.
         if damaged := zipfile.ZipFile(path).testzip():
             raise ValueError(f"wrong CRC-32 of {damaged}")
         state = torch.load(path, map_location="cpu", weights_only=True)
         if path.stem.startswith("checkpoint_") and path.stem != state["name"]:
             raise ValueError(f"it holds {state['name']}")
         return state
-    except Exception as error:  # zip, pickle and torch each have their own
-        text = f"{path} on {socket.gethostname()} is not an intact checkpoint of this trainer"
-        raise UserError(f"{text} ({error})") from None
 
 
 def find_checkpoint(cfg: argparse.Namespace, directory: RunDirectory) -> Path | None:
     """What to start from: the newest intact checkpoint of the run, else --resume. For rank 0."""
-    saved = directory.checkpoints()
+
+    def step_of(path: Path) -> float:
+        with suppress(Exception):  # mmap: without reading the weights
+            return torch.load(path, mmap=True, weights_only=True)["global_step"]
+        return math.inf  # not readable: load_checkpoint() says why
+
+    saved = sorted(directory.path.glob("checkpoint_*.pt"), key=step_of, reverse=True)
     if saved and cfg.resume == "none" or Path(cfg.resume) in saved[1:]:
-        problem = f"--resume {cfg.resume}, but there is {saved[0]}"
-        raise UserError(f"{problem}: choose another --checkpoint-dir, or delete that file")
+        raise UserError(f"{saved[0]} is in the way of --resume {cfg.resume}: delete or move it")
     for path in saved:
         try:
             load_checkpoint(path)
@@ -554,10 +540,8 @@ STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sig
 class StopFlag:
     """Whether and why to stop: a signal, a file or the clock. A second Ctrl-C ends the process."""
 
-    REASONS = [*(s.name for s in STOP_SIGNALS), "STOP file", "time limit"]
-
     def __init__(self, directory: Path):
-        self.received: dict[str, float] = {}  # reason: time
+        self.reason, self.since = "", math.inf
         self.files = directory / "STOP", Path(os.environ.get("STOP_FILE", directory / "STOP"))
         end = float(os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or math.inf)
         self.deadline = end - min(120, (end - time.time()) / 10)  # which is left to save
@@ -567,16 +551,20 @@ class StopFlag:
 
     def on_signal(self, number: int, _frame) -> None:
         # Within a second it is a Ctrl-C that a launcher has passed on, not a second one.
-        if number == signal.SIGINT and time.time() > min([math.inf, *self.received.values()]) + 1:
+        if number == signal.SIGINT and time.time() > self.since + 1:
             os._exit(130)
-        self.received.setdefault(signal.Signals(number).name, time.time())
+        self.set(signal.Signals(number).name)
 
-    def poll(self, save_seconds: float) -> list[int]:
-        """1 or 0 for each of REASONS, as far as this rank knows."""
-        found = ["STOP file"] * any(file.exists() for file in self.files)
-        found += ["time limit"] * (time.time() > self.deadline - 2 * save_seconds)
-        self.received = dict.fromkeys(found, time.time()) | self.received
-        return [int(reason in self.received) for reason in self.REASONS]
+    def set(self, reason: str) -> None:
+        self.reason, self.since = self.reason or reason, min(self.since, time.time())
+
+    def poll(self) -> bool:
+        """Whether this rank knows of a reason to stop."""
+        if any(file.exists() for file in self.files):
+            self.set("STOP file")
+        if time.time() > self.deadline:
+            self.set("time limit")
+        return bool(self.reason)
 
 
 def ignore_stop_signals(_worker: int) -> None:
@@ -593,23 +581,20 @@ SYNC_SECONDS = 5  # between two exchanges of the stop flag, or one step if that 
 class Run:
     """A training: its parts and its position. Collective: every rank."""
 
-    def __init__(self, cfg: argparse.Namespace, world: World, directory: RunDirectory):
+    def __init__(self, cfg, world: World, directory: RunDirectory, state: dict):
         self.cfg, self.world, self.directory, device = cfg, world, directory, world.device
         train_set, test_set, spec = get_datasets(cfg)
-        self.spec, self.mean, self.std = (
-            spec,
-            *torch.tensor((spec.mean, spec.std), device=device)[..., None, None],
-        )
+        self.mean, self.std = torch.tensor((spec.mean, spec.std), device=device)[..., None, None]
         self.sampler = MicroBatchSampler(len(train_set), cfg, world)
         self.train_loader = get_dataloader(cfg, world, train_set, self.sampler)
         # Every test sample once, without DistributedSampler's padding: rank r takes r, r + W ...
         batches = torch.arange(len(test_set)).split(cfg.batch_size)[world.rank :: world.world_size]
         self.test_loader = get_dataloader(cfg, world, test_set, [b.tolist() for b in batches])
+        self.name = f"{cfg.model}, {cfg.optimizer}, {len(train_set)} samples of {cfg.dataset}"
         torch.manual_seed(cfg.seed)
-        self.model = build_model(cfg, self.spec).to(device, memory_format=torch.channels_last)
-        stages = [m for m in self.model.children() if isinstance(m, nn.Sequential)]
-        for block in (block for stage in stages for block in stage):  # of a ResNet, for example
-            if cfg.activation_checkpointing:  # keep only its input, compute the rest twice
+        self.model = build_model(cfg, spec).to(device, memory_format=torch.channels_last)
+        for stage in self.model.children() if cfg.activation_checkpointing else ():
+            for block in stage.children():  # of a ResNet: keep the input, compute the rest twice
                 block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
         if cfg.compile:  # in place, so names in checkpoints stay; one graph per shape, because a
             self.model.compile(dynamic=False)  # graph for any shape depends on which came first
@@ -617,47 +602,48 @@ class Run:
         # Without fp16 it only skips steps whose gradients are not finite.
         options = {} if cfg.amp == "fp16" else {"init_scale": 1.0, "growth_interval": 2**31 - 1}
         self.scaler = torch.amp.GradScaler(device.type, **options)
-        self.global_step = self.start_step = self.saved_step = self.synced_step = self.next_sync = 0
+        self.global_step = self.next_sync = self.failed_saves = 0
         self.epoch_totals = self.logged_totals = [0, 0, 0]  # loss, correct, samples over all ranks
-        self.failed_saves, self.save_seconds, self.exact_sum = 0, 0.0, None
-        self.trackers, self.unwritten, self.stop = [], b"", StopFlag(directory.path)
-        self.began = self.synced_at = time.time()
+        if state:
+            self.load_state_dict(state)
+        self.start_step = self.saved_step = self.synced_step = self.global_step
+        self.total = cfg.epochs * self.sampler.steps_per_epoch
+        self.goal = min(self.total, cfg.stop_at_step or self.total)
+        self.trackers, self.unwritten, self.exact_sum = [], b"", None
+        self.saved = sorted(directory.path.glob("checkpoint_*.pt"), key=os.path.getmtime)
+        self.stop, self.began, self.synced_at = StopFlag(directory.path), time.time(), time.time()
 
     def load_state_dict(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
-        # Momentum is part of the run, but the options of this command apply to it.
-        state["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        vars(self).update({name: state[name] for name in POSITION})
-        self.start_step = self.saved_step = self.synced_step = self.global_step
+        with explain(
+            f"the checkpoint does not fit {self.name}", RuntimeError, ValueError, KeyError
+        ):
+            if state["run"] != self.name:
+                raise ValueError(f"it is of {state['run']}")
+            self.model.load_state_dict(state["model"])
+            # Momentum is part of the run, but the options of this command apply to it.
+            state["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+            vars(self).update({name: state[name] for name in POSITION})
 
 
 def compute_loss(run: Run, model: nn.Module, images: torch.Tensor, labels: torch.Tensor):
-    """(sum of the losses, logits [b, classes], labels) of a micro-batch. Yours goes here.
-
-    Images come as uint8 of 0 .. 255, or as floats of 0 .. 1 as from ToTensor(): [b, c, h, w].
-    """
-    spec, device, amp = run.spec, run.world.device, run.cfg.amp
-    white = 255 if images.dtype == torch.uint8 else 1
+    """(sum of losses, logits [b, classes], labels) of uint8 or 0 .. 1 images. Yours goes here."""
+    device, white = run.world.device, 255 if images.dtype == torch.uint8 else 1
     images = images.to(device, torch.float32, non_blocking=True)
     images = images.sub(white * run.mean).div_(white * run.std)
-    if images.shape[-1] != spec.size:
-        images = F.interpolate(images, size=spec.size, mode="bilinear")
-    images = images.expand(-1, spec.channels, -1, -1)
     images = images.contiguous(memory_format=torch.channels_last)  # convolutions are faster on it
     labels = labels.to(device, non_blocking=True)
-    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
-    with torch.autocast(device.type, dtype, enabled=amp != "off"):
+    dtype = torch.float16 if run.cfg.amp == "fp16" else torch.bfloat16
+    with torch.autocast(device.type, dtype, enabled=run.cfg.amp != "off"):
         logits = model(images)
-        return F.cross_entropy(logits, labels, reduction="sum"), logits, labels
+        return nn.functional.cross_entropy(logits, labels, reduction="sum"), logits, labels
 
 
 def wrap_ddp(run: Run) -> None:
     """DistributedDataParallel averages the gradients of all ranks during the backward pass."""
-    gpus = [run.world.device] if run.world.device.type == "cuda" else None
     # As views of the buffers that are sent, gradients need no copies.
-    run.ddp = DistributedDataParallel(run.model.train(), gpus, gradient_as_bucket_view=True)
+    run.ddp = nn.parallel.DistributedDataParallel(run.model.train(), gradient_as_bucket_view=True)
     run.ddp.broadcast_buffers = False  # those of BatchNorm: evaluate() does it
     # In its first two passes DDP finds the order in which it sums gradients. Do that here: found
     # later, by a resumed run, that order would change the bits.
@@ -670,31 +656,29 @@ def wrap_ddp(run: Run) -> None:
 
 
 def add_exactly(run: Run, last: bool) -> None:
-    """For --reproducible, in place of DDP: sum gradients to the same bits on any number of ranks.
+    """For --reproducible, after each micro-batch: gradients that add up to the same bits.
 
-    Called after each micro-batch. Gradients are rounded to multiples of 2**-40: float64 adds those
-    exactly, in any order, as long as they stay below 2**11 and their sum below 2**13.
+    They are rounded to multiples of 2**-40, which float64 adds exactly, in any order and on any
+    number of ranks, as long as they stay below 2**11 and their sum below 2**13.
     """
     parameters = [p for p in run.model.parameters() if p.requires_grad]
     flat = torch.cat([p.grad.flatten() for p in parameters]).double()
     flat.add_(1.5 * 2**12).sub_(1.5 * 2**12)  # from 2**12 on, the last bit of a float64 is 2**-40
     run.exact_sum = flat if run.exact_sum is None else run.exact_sum.add_(flat)
     run.optimizer.zero_grad()
-    if last and run.world.world_size > 1:
-        dist.all_reduce(run.exact_sum)
     if last:
-        for parameter, total in zip(
-            parameters, run.exact_sum.split([p.numel() for p in parameters])
-        ):
-            parameter.grad = torch.empty_like(parameter).copy_(total.view_as(parameter))
+        if run.world.world_size > 1:
+            dist.all_reduce(run.exact_sum)
+        for p, total in zip(parameters, run.exact_sum.split([p.numel() for p in parameters])):
+            p.grad = torch.empty_like(p).copy_(total.view_as(p))
         run.exact_sum = None
 
 
 def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
     """One optimizer step: this rank's micro-batches forward and backward, then the update.
 
-    DDP averages over W ranks in the last backward pass. Each loss is a sum times W / samples of the
-    step: so the average is the mean over these samples, however unevenly the ranks share them.
+    DDP averages gradients over W ranks. Each loss is a sum times W / samples of the step, so that
+    average is the mean over these samples, however unevenly the ranks share them.
     """
     cfg, sampler, device = run.cfg, run.sampler, run.world.device
     ranks = 1 if cfg.reproducible else run.world.world_size
@@ -724,67 +708,67 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
     run.global_step += 1
 
 
-def sync(run: Run, metrics: Metrics) -> tuple[list[int], list[str]]:
-    """([loss, correct, samples], reasons to stop), the same on every rank. Collective."""
+def sync(run: Run, metrics: Metrics) -> tuple[list[int], bool]:
+    """([loss, correct, samples], whether to stop), the same on every rank. Collective."""
     faulthandler.dump_traceback_later(run.cfg.hang_timeout, exit=True)  # with all stacks
     steps, now = max(1, run.global_step - run.synced_step), time.time()
-    flags = run.stop.poll(run.save_seconds)
-    sums = metrics.all_reduce(run.world, [*flags, int(1e6 * (now - run.synced_at) / steps)])
-    interval = int(1e6 * SYNC_SECONDS * run.world.world_size / max(1, sums[-1]))
+    flags = run.stop.poll(), int(1e6 * (now - run.synced_at) / steps)
+    *totals, stop, mean = metrics.all_reduce(run.world, flags)
+    interval = int(1e6 * SYNC_SECONDS * run.world.world_size / max(1, mean))
     run.synced_step, run.synced_at = run.global_step, now
     run.next_sync = run.global_step + max(1, min(interval, 2 * steps))
+    if stop:
+        run.stop.set("another rank's")
     if run.scaler.get_scale() < 2.0**-10:  # it halves whenever it skips a step
-        text = "too many steps had NaN or infinite gradients: lower --lr, or look at the data"
-        raise UserError(f"step {run.global_step}: {text}", "NaN")
-    return sums[:3], [name for name, count in zip(StopFlag.REASONS, sums[3:]) if count]
+        text = f"too many NaN or infinite gradients up to step {run.global_step}: lower --lr"
+        raise UserError(f"{text}, set --clip-grad-norm, or look at the data", "NaN")
+    return totals, bool(stop)
 
 
-def train_epoch(run: Run) -> list[str]:
-    """Train to the end of the epoch, save, evaluate. Returns reasons to stop. Collective."""
+def train_epoch(run: Run) -> bool:
+    """Train to the end of the epoch, save, evaluate. Returns whether to stop. Collective."""
     cfg, sampler, before = run.cfg, run.sampler, run.epoch_totals
     sampler.epoch, sampler.first_step = divmod(run.global_step, sampler.steps_per_epoch)
     if sampler.first_step == 0:
         run.epoch_totals = run.logged_totals = before = [0, 0, 0]
-    metrics, mark = Metrics(run.world.device), (time.perf_counter(), before[2])
+    metrics, run.mark = Metrics(run.world.device), (time.perf_counter(), before[2])
     batches, quiet = iter(run.train_loader), run.world.rank > 0 or not sys.stderr.isatty()
     bar = tqdm(total=sampler.steps_per_epoch, initial=sampler.first_step, disable=quiet)
     run.model.train()
     for step in range(sampler.first_step, sampler.steps_per_epoch):
         train_step(run, batches, step, metrics)
         bar.update()
-        last = step + 1 == sampler.steps_per_epoch
+        last, end = step + 1 == sampler.steps_per_epoch, run.global_step == run.goal
         log_now = last or run.global_step % cfg.log_every_steps == 0
         save_now = run.global_step % (cfg.checkpoint_every_steps or math.inf) == 0
-        stop_now = ["stop-at-step"] * (run.global_step == cfg.stop_at_step)
-        if log_now or save_now or stop_now or run.global_step >= run.next_sync:
-            totals, reasons = sync(run, metrics)
+        if log_now or save_now or end or run.global_step >= run.next_sync:
+            totals, stop = sync(run, metrics)
             run.epoch_totals = [a + b for a, b in zip(before, totals)]
             if log_now:
-                mark = log_interval(run, mark, bar)
-            write_status(run, "running")
-            if reasons := reasons + stop_now:
+                log_interval(run, bar)
+            if last or end or stop:
                 break
-            if save_now and not last:
+            if save_now:
                 save_checkpoint(run, final=False)
     bar.close()
-    save_checkpoint(run, final=reasons or run.global_step == cfg.epochs * sampler.steps_per_epoch)
-    if last and set(reasons) <= {"stop-at-step"}:
+    save_checkpoint(run, final=end or stop)
+    if last and not stop:
         evaluate(run)
-    return reasons
+    return stop
 
 
-def log_interval(run: Run, mark: tuple[float, int], bar: tqdm) -> tuple[float, int]:
-    """Record the steps since the last record, which was at mark: (seconds, samples)."""
+def log_interval(run: Run, bar: tqdm) -> None:
+    """Record the steps since the last record, which was at run.mark: (seconds, samples)."""
     values = Metrics.means(*(a - b for a, b in zip(run.epoch_totals, run.logged_totals)))
-    run.logged_totals, now = run.epoch_totals, (time.perf_counter(), run.epoch_totals[2])
-    values["samples_per_second"] = (now[1] - mark[1]) / (now[0] - mark[0])
+    (began, samples), run.mark = run.mark, (time.perf_counter(), run.epoch_totals[2])
+    values["samples_per_second"] = (run.mark[1] - samples) / (run.mark[0] - began)
     text = f"loss {values['loss']:.4f}, {values['samples_per_second']:.0f} samples/s"
+    run.logged_totals = run.epoch_totals
     if run.world.rank == 0:
         write_record(run, "train", lr=run.optimizer.param_groups[0]["lr"], **values)
         bar.set_postfix_str(text)
         if bar.disable:
             log(f"  step {run.global_step}: {text}")
-    return now
 
 
 @torch.no_grad()
@@ -817,36 +801,35 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     directory = RunDirectory(Path(cfg.checkpoint_dir))
     on_rank_0(world, directory.lock)
     path = on_rank_0(world, find_checkpoint, cfg, directory)
-    state = load_checkpoint(path) if path else {"config": vars(cfg)}
-    for name in "global_batch_size", "seed":  # which decide what a step consumes
+    state = load_checkpoint(path) if path else {}
+    for name in ("global_batch_size", "seed") if path else ():  # they decide what a step consumes
         if (was := state["config"][name]) != (now := getattr(cfg, name)) and now:
             log(f"WARNING: the {name} of this run is {was}, not {now}", sys.stderr)
         setattr(cfg, name, was)
-    with explain(f"cannot read --dataset {cfg.dataset} in --data-dir {cfg.data_dir}"):
-        on_rank_0(world, lambda: get_datasets(cfg) and None)  # alone, because it may download
-        run = Run(cfg, world, directory)
-    with explain(f"{path} does not fit these options: choose another --checkpoint-dir"):
-        run.load_state_dict(state) if path else None
-    total = cfg.epochs * run.sampler.steps_per_epoch
-    goal, reasons = min(total, cfg.stop_at_step or total), []
+    on_rank_0(world, lambda: get_datasets(cfg) and None)  # alone, because it may download
+    run = Run(cfg, world, directory, state)
     if world.rank == 0:
-        log(f"{run.sampler}, {'resuming from ' + str(path) if path else 'starting'} at step ")
+        batch = (
+            f"{cfg.global_batch_size} = {run.sampler.per_step} micro-batches of {cfg.batch_size}"
+        )
+        log(f"Global batch {batch}; {run.sampler.steps_per_epoch} steps per epoch")
+        log(f"Resuming from {path} at step {run.global_step}" if path else "Starting a new run")
     evaluated = on_rank_0(world, open_metrics, run)
     write_status(run, "running")
     if path and not evaluated and run.global_step % run.sampler.steps_per_epoch == 0:
         evaluate(run)  # the run was stopped in between
-    if run.global_step < goal and world.world_size > 1 and not cfg.reproducible:
+    if run.global_step < run.goal and world.world_size > 1 and not cfg.reproducible:
         wrap_ddp(run)
-    while run.global_step < goal and not reasons:
-        reasons = train_epoch(run)
-    state = "finished" if run.global_step == total else "stopped"
-    write_status(run, state, " ".join(reasons))
+    while run.global_step < run.goal and not train_epoch(run):
+        pass
+    state = "finished" if run.global_step == run.total else "stopped"
+    write_status(run, state, run.stop.reason)
     if world.rank == 0:
-        log(f"{state.title()} at step {run.global_step} of {total}, saved in {directory.path}")
+        log(f"{state.title()} at step {run.global_step} of {run.total}, saved in {directory.path}")
     on_rank_0(world, bool)  # wait for its last save: a launcher may end all when one rank exits
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopFlag listens, Ctrl-C simply ends it
     try:
         cfg = parse_config(sys.argv[1:] if argv is None else argv)
@@ -862,8 +845,7 @@ def main(argv: list[str] | None = None) -> int:
             worker.kill()  # of a loader: exit would wait for it
     if dist.is_initialized():
         dist.destroy_process_group()  # only after success: else it might wait for other ranks
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
