@@ -53,7 +53,7 @@ class UserError(Exception):
     """Something the user can fix: printed as one sentence, without a traceback."""
 
     def __init__(self, text: str, cause: str = "configuration"):
-        super().__init__(" ".join(text.split()))
+        super().__init__(" ".join(text.split("UserError: ")[-1].split()))  # no worker's traceback
         self.cause = cause  # for scripts/supervise.py: after "disk", a restart may help
 
 
@@ -167,12 +167,10 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
 
 
 def launch_environment(env) -> tuple[int, int, int, int]:
-    """(rank, local rank, world size, ranks per node): torchrun's, else Slurm's, else 0, 0, 1, 1.
-
-    A step of plain srun needs MASTER_ADDR and MASTER_PORT as well; scripts/guard.py sets them.
-    """
+    """(rank, local rank, world size, ranks per node): torchrun's, else Slurm's, else 0, 0, 1, 1."""
     names = ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        # Plain srun. It needs MASTER_ADDR and MASTER_PORT, too: scripts/guard.py sets them.
         slurm = "PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"
         for (name, _), theirs in zip(names, slurm):
             env[name] = env[f"SLURM_{theirs}"].split("(")[0].split(",")[0]  # of 4(x2) or 4,3
@@ -191,6 +189,11 @@ def on_rank_0(world: World, function, *arguments):
         time.sleep(world.rank > 0)  # let rank 0 print it: the first exit makes a launcher end all
         raise SystemExit(2) if world.rank else outcome[0]
     return outcome[0]
+
+
+def fail(text: str, cause: str = "configuration") -> None:
+    """Raise UserError. on_rank_0(world, fail, ...) tells of an error that all ranks find once."""
+    raise UserError(text, cause)
 
 
 def log(text: str, stream=None) -> None:
@@ -295,7 +298,9 @@ class SeededDataset(Dataset):
         epoch, index = divmod(key, len(self.dataset))
         seed = derive_seed(self.seed, "augmentation", epoch, index)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() would visit every backend
-        return self.dataset[index]
+        name = getattr(self.dataset, "samples", range(index + 1))[index]
+        with explain(f"cannot read sample {name}: replace or remove it", OSError):
+            return self.dataset[index]
 
 
 def derive_seed(*parts) -> int:
@@ -318,9 +323,10 @@ class MicroBatchSampler:
         cfg.global_batch_size = total = cfg.global_batch_size or cfg.batch_size * world.world_size
         self.global_batch_size, self.per_step = total, total // cfg.batch_size
         if total % cfg.batch_size or self.per_step < world.world_size:
-            raise UserError(
-                f"--batch-size must divide {total}, and {world.world_size} ranks need one each"
+            text = (
+                f"--batch-size must divide {total} into at least {world.world_size} micro-batches"
             )
+            on_rank_0(world, fail, f"{text}, one for each rank")
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.local_micro_batches = range(first, end)
         self.steps_per_epoch = -(-samples // total)
@@ -434,8 +440,7 @@ class RunDirectory:
                 self.file.truncate(0)
             self.file.seek(0)
             if (owner := self.file.read()) and not owner.startswith(self.job):
-                text = f"--checkpoint-dir {self.path} is in use by {owner}"
-                raise UserError(f"{text}: stop it, or choose another directory", "in use")
+                raise UserError(f"{self.path} is in use by {owner}: choose another", "in use")
             self.file.truncate(0)
             print(self.owner, end="", file=self.file, flush=True)
             for leftover in [*self.path.glob(".*.tmp"), self.path / "STOP"]:
@@ -451,8 +456,7 @@ class RunDirectory:
                 file.flush()
                 os.fsync(file.fileno())
             if (now := (self.path / "lock").read_text()) != self.owner:
-                text = f"{self.path} belongs to {now} now: nothing more is written to it"
-                raise UserError(text, "replaced")
+                raise UserError(f"{self.path} belongs to {now} now: not saved", "replaced")
             temporary.replace(path)
         except (OSError, RuntimeError) as error:
             while error.__context__:  # torch.save hides "No space left on device" in its own error
@@ -604,27 +608,22 @@ class Run:
         self.scaler = torch.amp.GradScaler(device.type, **options)
         self.global_step = self.next_sync = self.failed_saves = 0
         self.epoch_totals = self.logged_totals = [0, 0, 0]  # loss, correct, samples over all ranks
-        if state:
-            self.load_state_dict(state)
+        if state and state["run"] != self.name:
+            on_rank_0(world, fail, f"the checkpoint is of {state['run']}, this is {self.name}")
+        with explain("the checkpoint is of another model", RuntimeError, ValueError):
+            if state:
+                self.model.load_state_dict(state["model"])
+                # Momentum is part of the run, but the options of this command apply to it.
+                state["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.scaler.load_state_dict(state["scaler"])
+                vars(self).update({name: state[name] for name in POSITION})
         self.start_step = self.saved_step = self.synced_step = self.global_step
         self.total = cfg.epochs * self.sampler.steps_per_epoch
         self.goal = min(self.total, cfg.stop_at_step or self.total)
         self.trackers, self.unwritten, self.exact_sum = [], b"", None
         self.saved = sorted(directory.path.glob("checkpoint_*.pt"), key=os.path.getmtime)
         self.stop, self.began, self.synced_at = StopFlag(directory.path), time.time(), time.time()
-
-    def load_state_dict(self, state: dict) -> None:
-        with explain(
-            f"the checkpoint does not fit {self.name}", RuntimeError, ValueError, KeyError
-        ):
-            if state["run"] != self.name:
-                raise ValueError(f"it is of {state['run']}")
-            self.model.load_state_dict(state["model"])
-            # Momentum is part of the run, but the options of this command apply to it.
-            state["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.scaler.load_state_dict(state["scaler"])
-            vars(self).update({name: state[name] for name in POSITION})
 
 
 def compute_loss(run: Run, model: nn.Module, images: torch.Tensor, labels: torch.Tensor):
@@ -717,11 +716,9 @@ def sync(run: Run, metrics: Metrics) -> tuple[list[int], bool]:
     interval = int(1e6 * SYNC_SECONDS * run.world.world_size / max(1, mean))
     run.synced_step, run.synced_at = run.global_step, now
     run.next_sync = run.global_step + max(1, min(interval, 2 * steps))
-    if stop:
-        run.stop.set("another rank's")
     if run.scaler.get_scale() < 2.0**-10:  # it halves whenever it skips a step
         text = f"too many NaN or infinite gradients up to step {run.global_step}: lower --lr"
-        raise UserError(f"{text}, set --clip-grad-norm, or look at the data", "NaN")
+        on_rank_0(run.world, fail, f"{text}, set --clip-grad-norm, or look at the data", "NaN")
     return totals, bool(stop)
 
 
@@ -803,16 +800,15 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     path = on_rank_0(world, find_checkpoint, cfg, directory)
     state = load_checkpoint(path) if path else {}
     for name in ("global_batch_size", "seed") if path else ():  # they decide what a step consumes
-        if (was := state["config"][name]) != (now := getattr(cfg, name)) and now:
+        if (was := state["config"][name]) != (now := getattr(cfg, name)) and now and not world.rank:
             log(f"WARNING: the {name} of this run is {was}, not {now}", sys.stderr)
         setattr(cfg, name, was)
     on_rank_0(world, lambda: get_datasets(cfg) and None)  # alone, because it may download
     run = Run(cfg, world, directory, state)
     if world.rank == 0:
-        batch = (
-            f"{cfg.global_batch_size} = {run.sampler.per_step} micro-batches of {cfg.batch_size}"
-        )
-        log(f"Global batch {batch}; {run.sampler.steps_per_epoch} steps per epoch")
+        batch = f"{run.sampler.per_step} micro-batches of {cfg.batch_size}"
+        epoch = f"{run.sampler.steps_per_epoch} steps per epoch"
+        log(f"Global batch {cfg.global_batch_size} = {batch}; {epoch}")
         log(f"Resuming from {path} at step {run.global_step}" if path else "Starting a new run")
     evaluated = on_rank_0(world, open_metrics, run)
     write_status(run, "running")
@@ -823,7 +819,8 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     while run.global_step < run.goal and not train_epoch(run):
         pass
     state = "finished" if run.global_step == run.total else "stopped"
-    write_status(run, state, run.stop.reason)
+    reason = run.stop.reason or "a signal to another rank" * (run.global_step < run.goal)
+    write_status(run, state, reason)
     if world.rank == 0:
         log(f"{state.title()} at step {run.global_step} of {run.total}, saved in {directory.path}")
     on_rank_0(world, bool)  # wait for its last save: a launcher may end all when one rank exits
@@ -835,9 +832,9 @@ def main(argv: list[str] | None = None) -> None:
         cfg = parse_config(sys.argv[1:] if argv is None else argv)
         train(cfg, setup_distributed(cfg))
     except (UserError, ModuleNotFoundError) as error:
-        # Before the ranks have met, all of them find the same error: one per node prints it.
-        if dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
-            log(f"train_distributed.py: error: {error}", sys.stderr)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(os.environ.get("RANK", "0") != "0")  # the others may find the same error: let
+        log(f"train_distributed.py: error: {error}", sys.stderr)  # rank 0 end them before they tell
         raise SystemExit(2) from error
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,0 +1,587 @@
+#!/usr/bin/env python3
+"""Run one rank of any PyTorch training script, and say in a sentence why a launch fails or hangs.
+
+    python scripts/guard.py SCRIPT [ARGUMENT ...]       as `python SCRIPT`; -m MODULE works too
+    python scripts/guard.py --free-port [FIRST]         a port for MASTER_PORT on this host
+
+The launchers put it in front of the script; nothing in the script needs to change. It
+- sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in an srun step,
+  so that a script for torchrun runs there too;
+- checks the ranks before the script starts: are all there, from the same job, with the same script
+  and PyTorch, each on a GPU of its own?
+- watches the script: if a rank waits in a collective for HANG_TIMEOUT seconds, while it takes no
+  optimizer step, every rank prints its stacks and ends, and the ranks at fault are named;
+- writes down why the first rank failed, for scripts/supervise.py and for torchrun.
+
+Environment:
+    RANK_TIMEOUT  seconds to wait for all ranks                              [300]
+    HANG_TIMEOUT  seconds without progress; NCCL's own limit is 600          [540]
+    GUARD         0: set the variables and run the script, nothing else      [1]
+    FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
+Exit code: the script's; 2 if the rank check fails; 1 after a hang.
+"""
+
+import ctypes
+import faulthandler
+import fcntl
+import hashlib
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+from contextlib import suppress
+from pathlib import Path
+
+HOST = socket.gethostname()
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--free-port":
+        print(free_port(int(arguments[1]) if arguments[1:] else port_of_job(os.environ)))
+        return
+    world = launch_environment(os.environ)
+    configure_process(world)
+    watch = None
+    try:
+        if os.environ.get("GUARD") != "0":
+            watch = HangWatch(world, check_ranks(world, arguments))
+            watch.start()
+        run(arguments)
+    except BaseException as error:
+        report_error(error, world["RANK"])
+        raise error.with_traceback(without_own_frames(error.__traceback__)) from error.__cause__
+    finally:
+        if watch:
+            watch.end()
+
+
+# ------------------------------------------------------------------------- launch environment
+
+
+def launch_environment(env) -> dict[str, int]:
+    """Set torchrun's variables where they are missing. Returns those that are numbers.
+
+    Values come from torchrun, else from an srun step, else they are those of a single process.
+    """
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        if is_srun_step(env):
+            names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
+            names = *names, "SLURM_STEP_TASKS_PER_NODE"  # 4(x2) or 4,3
+            values = {name: re.match(r"\d+", env[slurm])[0] for name, slurm in zip(values, names)}
+        env.update({name: str(value) for name, value in values.items()})
+    if "MASTER_ADDR" not in env:
+        nodes = env.get("SLURM_STEP_NODELIST", "") if is_srun_step(env) else ""
+        env["MASTER_ADDR"] = (hosts_of(nodes) or ["localhost"])[0]
+    if "MASTER_PORT" not in env:
+        alone = env["WORLD_SIZE"] == "1"
+        env["MASTER_PORT"] = str(free_port(port_of_job(env)) if alone else port_of_job(env))
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
+    try:
+        return {name: int(env.get(name, 1)) for name in names}
+    except ValueError as error:
+        fail(f"{', '.join(names)} should be numbers ({error}): the launcher sets them")
+
+
+def is_srun_step(env) -> bool:
+    """A batch script and `srun --pty bash` have SLURM_PROCID too, but nobody else runs there: they
+    have no step id, or a reserved one, or a terminal."""
+    step = int(env.get("SLURM_STEP_ID", 2**32 - 1))
+    return step < 2**32 - 16 and not ("SLURM_PTY_PORT" in env and os.isatty(0))
+
+
+def hosts_of(nodes: str) -> list[str]:
+    """Slurm itself expands lists such as rack[01-02]-n[1-4]."""
+    if not nodes:
+        return []
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        fail(f"`{' '.join(command)}` does not work here ({error}): set MASTER_ADDR")
+
+
+def port_of_job(env) -> int:
+    """A port that differs between jobs, their steps and their attempts.
+
+    It is below 32768, where the kernel begins to give out ports by itself.
+    """
+    job = re.match(r"\d*", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "")[0]
+    if not job:
+        return 15000 + int.from_bytes(os.urandom(2), "big") % 15000
+    number = int(env["SLURM_STEP_ID"]) if is_srun_step(env) else int(env.get("ATTEMPT") or 1) - 1
+    return 15000 + (16 * int(job) + number) % 15000
+
+
+def free_port(first: int) -> int:
+    """The first port from there on to which nobody listens on this host."""
+    for port in range(first, 32768):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("", port))
+                return port
+        print(f"guard.py: port {port} is in use on {HOST}, trying the next", file=sys.stderr)
+    fail(f"no free port from {first} on")
+
+
+def configure_process(world: dict[str, int]) -> None:
+    """What the kernel should know about a rank that torchrun has started."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: stop if torchrun is killed
+    cores, ranks = sorted(os.sched_getaffinity(0)), world["LOCAL_WORLD_SIZE"]
+    first, end = (len(cores) * r // ranks for r in (world["LOCAL_RANK"], world["LOCAL_RANK"] + 1))
+    if cores[first:end] and not has_gpu():
+        # Each CPU rank keeps to its own cores; srun binds its tasks by itself.
+        os.sched_setaffinity(0, cores[first:end])
+
+
+def has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+# --------------------------------------------------------------------------------- rank check
+
+
+def check_ranks(world: dict[str, int], arguments: list[str]):
+    """Wait for all ranks, compare them, and end all if something is wrong. Collective: every rank.
+
+    Returns (store, what is known of each rank), or (None, []) for a single process. A store with
+    a time limit answers where a collective would hang.
+    """
+    rank, size = world["RANK"], world["WORLD_SIZE"]
+    if size == 1:
+        return None, []
+    timeout = seconds("RANK_TIMEOUT", 300)
+    deadline = time.monotonic() + timeout
+    info = rank_info(world, arguments)
+    store = connect(world, timeout)
+    job = os.environ.get("ATTEMPT_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if rank == 0:
+        store.set("job", job)
+    if (other := wait_for(store, "job", deadline)) not in (None, job):
+        fail(f"job {job} has reached MASTER_PORT of job {other}: set another MASTER_PORT", "port")
+    store.set(f"rank {rank}", json.dumps(info))
+    if rank == 0:
+        found = [wait_for(store, f"rank {r}", deadline) for r in range(size)]
+        infos = [json.loads(text) if text else None for text in found]
+        problem = find_problem(infos, timeout)
+        store.set("problem", problem)
+        store.set("infos", json.dumps(infos))
+        if not problem:
+            log_topology(infos)
+    problem = wait_for(store, "problem", deadline + 5)
+    if problem is None:
+        fail(f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log")
+    if problem:
+        time.sleep(rank > 0)  # the first exit makes a launcher end all others: let rank 0 print it
+        fail(problem) if rank == 0 else sys.exit(2)
+    infos = json.loads(store.get("infos"))
+    choose_interface(infos, info)
+    return store, infos
+
+
+def seconds(name: str, default: float) -> float:
+    try:
+        return float(os.environ.get(name) or default)
+    except ValueError:
+        fail(f"{name} is {os.environ[name]!r}, not a number of seconds")
+
+
+def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
+    """What rank 0 compares."""
+    import torch
+
+    files = {name: digest(name) for name in sorted({Path(a.split("=")[-1]) for a in arguments})}
+    files = {f"file {name}": found for name, found in files.items() if found}
+    guard = {"scripts/guard.py": digest(Path(__file__))}
+    return {
+        "host": HOST,
+        "pid": os.getpid(),
+        "address": address_towards(os.environ["MASTER_ADDR"]),
+        "gpu": gpu_of(world["LOCAL_RANK"]),
+        "same": {"PyTorch": torch.__version__, **guard, **files},
+    }
+
+
+def digest(path: Path) -> str:
+    """Of a script or a configuration file; "" if it is neither."""
+    with suppress(OSError):
+        if path.suffix in (".py", ".yaml", ".yml", ".json", ".toml") and path.is_file():
+            return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return ""
+
+
+def gpu_of(local_rank: int) -> str:
+    """The UUID of the GPU that this rank will use; "" if there is none, or it is unknown.
+
+    Asks nvidia-smi: asking CUDA would initialise it, after which a script may not fork any more.
+    """
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    gpus = output.stdout.split()
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        names = visible.split(",")
+        gpus = [gpus[int(n)] if n.isdigit() and int(n) < len(gpus) else n for n in names]
+    if len(gpus) == 1:  # srun --gpus-per-task=1, for example
+        return gpus[0]
+    return gpus[local_rank] if local_rank < len(gpus) else "none"
+
+
+def connect(world: dict[str, int], timeout: float):
+    """A client of the store on MASTER_ADDR, which torchrun's agent or rank 0 serves.
+
+    The script's own init_process_group() shares that server: hence multi_tenant.
+    """
+    import torch.distributed as dist
+    from datetime import timedelta
+
+    address, port, rank = os.environ["MASTER_ADDR"], world["MASTER_PORT"], world["RANK"]
+    resolve(address, port, min(30, timeout))
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    give_up = threading.Timer(timeout + 10, end_now, [f"{address}:{port} is not a PyTorch store"])
+    give_up.daemon = True
+    give_up.start()
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=rank == 0 and not by_agent,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except Exception as error:  # DistError, or RuntimeError in older versions
+        text = str(error).strip().split("\n")[0]
+        remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
+        fail(f"rank {rank} on {HOST} cannot reach {address}:{port} ({text}): {remedy}", "port")
+    finally:
+        give_up.cancel()
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"guard {restart}", store)
+
+
+def resolve(address: str, port: int, patience: float) -> None:
+    """Fail for a name that nobody knows: PyTorch would warn for minutes."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(address, port)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline - 1 or isinstance(error, UnicodeError):
+                fail(f"MASTER_ADDR {address} is unknown on {HOST}: set it to rank 0's address")
+        time.sleep(1)
+
+
+def wait_for(store, key: str, deadline: float) -> str | None:
+    """The value of a key of the store; None if it is not there in time."""
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return store.get(key).decode()
+
+
+def find_problem(infos: list[dict | None], timeout: float) -> str:
+    """What is wrong with the ranks, in a sentence; "" if nothing is."""
+    hosts = ranks_by_host(infos)
+    where = ", ".join(f"{format_ranges(ranks)} on {host}" for host, ranks in hosts.items())
+    if missing := [rank for rank, info in enumerate(infos) if info is None]:
+        return (
+            f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
+            f"see their logs (ranks here: {where})"
+        )
+    for rank, info in enumerate(infos):
+        for what in infos[0]["same"].keys() | info["same"].keys():
+            mine, other = (i["same"].get(what, "missing") for i in (infos[0], info))
+            if mine != other:
+                return (
+                    f"{what} differs: {other} for rank {rank} on {info['host']}, {mine} for rank 0"
+                )
+    for host, ranks in hosts.items():
+        gpus = {infos[rank]["gpu"] for rank in ranks}
+        if "none" in gpus or (gpus != {""} and len(gpus) < len(ranks)):
+            return (
+                f"Duplicate GPU detected: on {host}, ranks {format_ranges(ranks)} share "
+                f"{len(gpus - {'none'})} visible GPUs: start as many processes as there are GPUs "
+                "(or, if you mean it, set GUARD=0)"
+            )
+    return ""
+
+
+def ranks_by_host(infos: list[dict | None]) -> dict[str, list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, info in enumerate(infos):
+        if info:
+            hosts.setdefault(info["host"], []).append(rank)
+    return hosts
+
+
+def format_ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5" """
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends))
+
+
+def log_topology(infos: list[dict]) -> None:
+    for host, ranks in ranks_by_host(infos).items():
+        print(f"guard.py: ranks {format_ranges(ranks)} on {host}", flush=True)
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to the host. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError, UnicodeError):
+            probe.connect((host, 1))
+            return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
+def choose_interface(infos: list[dict], info: dict) -> None:
+    """Gloo listens where its host's name leads to. Where that is 127.0.1.1, as on Debian, no other
+    host can reach it: then name the interface that leads to the others."""
+    others = [other["address"] for other in infos if other["host"] != HOST]
+    with suppress(OSError):
+        if not others or not socket.gethostbyname(HOST).startswith("127."):
+            return
+    target = next((a for a in others if not a.startswith("127.")), os.environ["MASTER_ADDR"])
+    address = address_towards(target)
+    for _, name in socket.if_nameindex() if not address.startswith("127.") else ():
+        with socket.socket() as probe, suppress(OSError):  # one without an IPv4 address
+            found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+            if socket.inet_ntoa(found[20:24]) == address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+# ------------------------------------------------------------------------------- hang verdict
+
+
+class HangWatch(threading.Thread):
+    """Ends this rank, with its stacks, once a rank has waited in a collective for too long.
+
+    Progress is an optimizer step, of any optimizer of the process, or a collective that PyTorch's
+    Flight Recorder sees begin or end. The rank that waits tells the others through the store;
+    each writes down where it stands; the ranks that are behind, or silent, are at fault.
+    """
+
+    def __init__(self, world: dict[str, int], store_and_infos):
+        super().__init__(daemon=True)
+        self.rank, self.size, (self.store, self.infos) = (
+            world["RANK"],
+            world["WORLD_SIZE"],
+            store_and_infos,
+        )
+        self.timeout, self.steps, self.hooked, self.over = (
+            seconds("HANG_TIMEOUT", 540),
+            0,
+            False,
+            False,
+        )
+        self.seen, self.since = None, time.monotonic()
+
+    def run(self) -> None:
+        while self.store and not self.over:
+            time.sleep(1)
+            if not self.hooked and "torch.optim" in sys.modules:
+                from torch.optim.optimizer import register_optimizer_step_post_hook
+
+                register_optimizer_step_post_hook(self.on_step)
+                self.hooked = True
+            now = self.steps, collectives()
+            if now != self.seen:
+                self.seen, self.since = now, time.monotonic()
+            waited = time.monotonic() - self.since > self.timeout and any(
+                a > b for a, b in now[1].values()
+            )
+            if (waited or self.was_called()) and not self.over:
+                try:
+                    self.end_hang()
+                finally:
+                    os._exit(1)
+
+    def on_step(self, *_) -> None:
+        self.steps += 1
+
+    def was_called(self) -> bool:
+        """Whether another rank has found a hang."""
+        with suppress(Exception):
+            return self.store.check(["hang"])
+        return False
+
+    def end_hang(self) -> None:
+        """Print the stacks, exchange where each rank stands, and let the first one tell."""
+        faulthandler.dump_traceback(all_threads=True)
+        note = {"step": self.steps, "at": last_collective()}
+        with suppress(Exception):
+            self.store.set(f"note {self.rank}", json.dumps(note))
+            self.store.set("hang", "1")
+        notes, deadline = {self.rank: note}, time.monotonic() + 5
+        with suppress(Exception):  # if rank 0 serves the store and is at fault, nobody answers
+            for rank in range(self.size):
+                if text := wait_for(self.store, f"note {rank}", deadline):
+                    notes[rank] = json.loads(text)
+        text = self.verdict(notes)
+        for rank in set(range(self.size)) - set(notes):
+            if self.infos[rank]["host"] == HOST:
+                with suppress(OSError):
+                    os.kill(self.infos[rank]["pid"], signal.SIGKILL)  # it will not end by itself
+        if self.rank == min(notes):
+            write_failure("hang", text, self.rank)
+            print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
+        time.sleep(1)  # let that rank print before the launcher ends it
+
+    def verdict(self, notes: dict[int, dict]) -> str:
+        """Who the others wait for. notes: of the ranks that answer."""
+        names = {rank: f"rank {rank} on {info['host']}" for rank, info in enumerate(self.infos)}
+        furthest = max(note["at"]["number"] for note in notes.values())
+        leaders = [note for note in notes.values() if note["at"]["number"] == furthest]
+        others = f"the others are at collective {furthest} ({leaders[0]['at']['name']})"
+        at_fault = []
+        for rank in range(self.size):
+            note = notes.get(rank)
+            if note is None:
+                at_fault.append(f"{names[rank]} does not answer")
+            elif note["at"]["number"] < furthest:
+                at = f"collective {note['at']['number']} ({note['at']['name']})"
+                at_fault.append(f"{names[rank]} is at {at}, after {note['step']} optimizer steps")
+        if at_fault:
+            return f"hang: {'; '.join(at_fault)}; {others}"
+        what = {note["at"]["name"] for note in notes.values()}
+        if len(what) > 1:
+            return f"hang: the ranks are in different collectives: {', '.join(sorted(what))}"
+        return f"hang: all ranks wait in collective {furthest} ({what.pop()}): check the network"
+
+    def end(self) -> None:
+        """The script has ended."""
+        self.over = True
+
+
+def collectives() -> dict[str, tuple[int, int]]:
+    """{process group: (collectives begun, ended)}; {} before there is one."""
+    counts = {}
+    for backend, trace in flight_recorder(False):
+        for group, status in trace.get("pg_status", {}).items():
+            names = "last_enqueued_collective", "last_completed_collective"
+            counts[f"{backend} {group}"] = tuple(int(status[name]) for name in names)
+    return counts
+
+
+def last_collective() -> dict:
+    """The last one that this rank has begun: its number and what it is."""
+    found = {"number": 0, "name": "none"}
+    for _, trace in flight_recorder(True):
+        for entry in trace.get("entries", [])[-1:]:
+            name = f"{entry['profiling_name']} {entry['input_sizes']}"
+            found = max(
+                found,
+                {"number": entry["collective_seq_id"], "name": name},
+                key=lambda f: f["number"],
+            )
+    return found
+
+
+def flight_recorder(entries: bool):
+    """(backend, what PyTorch's Flight Recorder knows), for each backend in use."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    for backend in ("gloo", "nccl"):
+        with suppress(Exception):
+            yield backend, json.loads(c10d._dump_fr_trace_json(entries, False, backend))
+
+
+# ------------------------------------------------------------------------------------ failures
+
+
+def run(arguments: list[str]) -> None:
+    """As `python SCRIPT ...` or `python -m MODULE ...` would, in this process."""
+    if arguments[0] == "-m":
+        sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    script = arguments[0]
+    try:
+        code = compile(Path(script).read_bytes(), script, "exec")
+    except OSError as error:
+        fail(f"cannot read {script}: {error.strerror}")
+    sys.argv, sys.path[0] = arguments, str(Path(script).resolve().parent)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=script, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def report_error(error: BaseException, rank: int) -> None:
+    """Write down why this rank fails, unless it only follows another one."""
+    if isinstance(error, SystemExit) and error.code in (0, None):
+        return
+    if "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError":
+        # Another rank has failed. Launchers report the first to exit, so let that one exit first.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        text = str(error).split("] ", 1)[-1].split(". This is")[0]
+        print(f"guard.py: rank {rank} on {HOST}: another rank exited ({text})", file=sys.stderr)
+        time.sleep(3)
+        return
+    if isinstance(error, SystemExit):
+        root = error.__cause__ or error
+        cause = getattr(root, "cause", "configuration" if error.code == 2 else "exception")
+        reason = str(root) if error.__cause__ else f"exit code {error.code}"
+    else:
+        memory = "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error)
+        memory = memory or isinstance(error, MemoryError)
+        cause, reason = (
+            "out of memory" if memory else "exception",
+            f"{type(error).__name__}: {error}",
+        )
+    write_failure(cause, reason, rank)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": reason, "timestamp": time.time()}))
+
+
+def write_failure(cause: str, reason: str, rank: int) -> None:
+    """For scripts/supervise.py: only the first rank to fail gets to write it."""
+    if file := os.environ.get("FAILURE_FILE"):
+        facts = {"cause": cause, "reason": reason, "rank": rank, "host": HOST}
+        with suppress(OSError), open(file, "x") as first:
+            json.dump(facts, first)
+
+
+def without_own_frames(traceback):
+    while traceback and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def fail(text: str, cause: str = "configuration") -> None:
+    """End this rank: something is wrong that the user can fix."""
+    print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
+    write_failure(cause, text, int(os.environ.get("RANK", 0)))
+    sys.exit(2)
+
+
+def end_now(text: str) -> None:
+    """The same from another thread, wherever the main thread hangs."""
+    with suppress(SystemExit):
+        fail(text, "port")
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    main()
