@@ -3,6 +3,7 @@
 
     python scripts/guard.py SCRIPT [ARGUMENT ...]       as `python SCRIPT`; -m MODULE works too
     python scripts/guard.py --free-port [FIRST]         a port for MASTER_PORT on this host
+    python scripts/guard.py --hosts                     of this Slurm or PBS job, rank 0's first
 
 The launchers put it in front of the script; nothing in the script needs to change. It
 - sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in an srun step,
@@ -20,6 +21,8 @@ Environment:
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 """
+
+from __future__ import annotations
 
 import ctypes
 import faulthandler
@@ -50,6 +53,9 @@ def main() -> None:
         sys.exit(0 if arguments else 2)
     if arguments[0] == "--free-port":
         print(free_port(int(arguments[1]) if arguments[1:] else port_of_job(os.environ)))
+        return
+    if arguments[0] == "--hosts":
+        print("\n".join(hosts_of_job(os.environ)))
         return
     world = launch_environment(os.environ)
     configure_process(world)
@@ -83,8 +89,7 @@ def launch_environment(env) -> dict[str, int]:
             values = {name: re.match(r"\d+", env[slurm])[0] for name, slurm in zip(values, names)}
         env.update({name: str(value) for name, value in values.items()})
     if "MASTER_ADDR" not in env:
-        nodes = env.get("SLURM_STEP_NODELIST", "") if is_srun_step(env) else ""
-        env["MASTER_ADDR"] = (hosts_of(nodes) or ["localhost"])[0]
+        env["MASTER_ADDR"] = hosts_of_job(env)[0] if is_srun_step(env) else "localhost"
     if "MASTER_PORT" not in env:
         alone = env["WORLD_SIZE"] == "1"
         env["MASTER_PORT"] = str(free_port(port_of_job(env)) if alone else port_of_job(env))
@@ -102,15 +107,17 @@ def is_srun_step(env) -> bool:
     return step < 2**32 - 16 and not ("SLURM_PTY_PORT" in env and os.isatty(0))
 
 
-def hosts_of(nodes: str) -> list[str]:
-    """Slurm itself expands lists such as rack[01-02]-n[1-4]."""
-    if not nodes:
-        return []
-    command = ["scontrol", "show", "hostnames", nodes]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        fail(f"`{' '.join(command)}` does not work here ({error}): set MASTER_ADDR")
+def hosts_of_job(env) -> list[str]:
+    """The nodes, rank 0's first; Slurm itself expands lists such as rack[01-02]-n[1-4]."""
+    if nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            return subprocess.check_output(command, text=True).split()
+        except (OSError, subprocess.CalledProcessError) as error:
+            fail(f"`{' '.join(command)}` does not work here ({error}): set MASTER_ADDR")
+    with suppress(OSError, KeyError):  # PBS names a host once per slot
+        return list(dict.fromkeys(Path(env["PBS_NODEFILE"]).read_text().split()))
+    return ["localhost"]
 
 
 def port_of_job(env) -> int:
@@ -249,8 +256,9 @@ def connect(world: dict[str, int], timeout: float):
 
     The script's own init_process_group() shares that server: hence multi_tenant.
     """
-    import torch.distributed as dist
     from datetime import timedelta
+
+    import torch.distributed as dist
 
     address, port, rank = os.environ["MASTER_ADDR"], world["MASTER_PORT"], world["RANK"]
     resolve(address, port, min(30, timeout))
@@ -551,8 +559,9 @@ def report_error(error: BaseException, rank: int) -> None:
         )
     write_failure(cause, reason, rank)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
+        facts = {"py_callstack": reason, "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": reason, "timestamp": time.time()}))
+            Path(file).write_text(json.dumps({"message": {"message": reason, "extraInfo": facts}}))
 
 
 def write_failure(cause: str, reason: str, rank: int) -> None:
