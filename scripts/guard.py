@@ -88,9 +88,9 @@ def launch_environment(env) -> dict[str, int]:
             names = *names, "SLURM_STEP_TASKS_PER_NODE"  # 4(x2) or 4,3
             values = {name: re.match(r"\d+", env[slurm])[0] for name, slurm in zip(values, names)}
         env.update({name: str(value) for name, value in values.items()})
-    if "MASTER_ADDR" not in env:
+    if not env.get("MASTER_ADDR"):
         env["MASTER_ADDR"] = hosts_of_job(env)[0] if is_srun_step(env) else "localhost"
-    if "MASTER_PORT" not in env:
+    if not env.get("MASTER_PORT"):
         alone = env["WORLD_SIZE"] == "1"
         env["MASTER_PORT"] = str(free_port(port_of_job(env)) if alone else port_of_job(env))
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
