@@ -99,7 +99,6 @@ main() {
   # sees all GPUs of its node and uses the one of its rank: if it saw one only, NVLink would be lost.
   cores="$((cores > gpus ? cores / gpus : 1))"
   unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
   local script=(scripts/guard.py "$TRAIN_SCRIPT")
   [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # it checks the ranks itself
   exec_command srun --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \

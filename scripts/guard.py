@@ -145,15 +145,19 @@ def free_port(first: int) -> int:
 
 
 def configure_process(world: dict[str, int]) -> None:
-    """What the kernel should know about a rank that torchrun has started."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+    """Give this rank its share of the node's cores; end it if torchrun is killed."""
+    if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
         return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: stop if torchrun is killed
     cores, ranks = sorted(os.sched_getaffinity(0)), world["LOCAL_WORLD_SIZE"]
-    first, end = (len(cores) * r // ranks for r in (world["LOCAL_RANK"], world["LOCAL_RANK"] + 1))
-    if cores[first:end] and not has_gpu():
-        # Each CPU rank keeps to its own cores; srun binds its tasks by itself.
-        os.sched_setaffinity(0, cores[first:end])
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which binds nothing; srun binds each task
+    if by_torchrun:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if by_torchrun or len(cores) == os.cpu_count():
+        ends = (len(cores) * r // ranks for r in (world["LOCAL_RANK"], world["LOCAL_RANK"] + 1))
+        cores = cores[slice(*ends)]
+    if cores and not has_gpu():
+        os.sched_setaffinity(0, cores)  # CPU ranks get in each other's way on shared cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores))))
 
 
 def has_gpu() -> bool:
