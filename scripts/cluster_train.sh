@@ -96,6 +96,18 @@ stop() {
   fi
 }
 
+oom_kills() {
+  awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' /proc/vmstat 2>/dev/null || echo 0
+}
+
+# A killed process cannot do it. scripts/guard.py describes FAILURE_FILE.
+report_out_of_memory() {
+  local reason="the kernel killed a process, because memory was short"
+  echo "cluster_train.sh: error: $(hostname): $reason" >&2
+  (set -o noclobber && printf '{"cause": "out of memory", "reason": "%s", "host": "%s"}\n' "$reason" \
+    "$(hostname)" >"${FAILURE_FILE:-/dev/null}") 2>/dev/null || true
+}
+
 main() {
   if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
     print_help
@@ -164,9 +176,13 @@ main() {
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # The workers write last: tee ends when they have gone, not at a signal.
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
-  local tee=$! status=0
+  local tee=$! status=0 kills
+  kills="$(oom_kills)"
   run_workers "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
+  if ((status > 0 && $(oom_kills) > kills)); then
+    report_out_of_memory
+  fi
   exec &>/dev/null
   for _ in {1..100}; do # the last lines, through a slow terminal
     kill -0 "$tee" || break
