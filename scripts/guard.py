@@ -506,6 +506,7 @@ class HangWatch:
         for thread in self.threads:  # in C++ code, it would abort Python's shutdown
             thread.join(2)
         if not error:
+            time.sleep(0.2)  # gloo's threads abort Python's shutdown, too (pytorch/pytorch#179291)
             with suppress(Exception):
                 self.store.set(f"ended {self.rank}", "")
                 for rank in range(len(self.infos) if self.rank == 0 else 0):  # it serves the store

@@ -119,7 +119,7 @@ def test_two_jobs_on_one_node_at_once_do_not_meet(cluster, repo, tmp_path, optio
         assert (tmp_path / name / "checkpoint_epoch_1.pt").exists(), text
 
 
-def test_a_busy_port_is_passed_over_and_said(cluster, repo, probe):
+def test_a_busy_port_is_skipped(cluster, repo, probe):
     code, text = cluster.on("login", "sbatch", "--parsable", "--wrap=true", cwd=probe.parent)
     assert code == 0, text
     cluster.end_of_job(text.strip())
@@ -134,7 +134,7 @@ def test_a_busy_port_is_passed_over_and_said(cluster, repo, probe):
         listener.kill()
         listener.communicate()
     assert code == 0, text
-    assert f"cluster_train.sh: node01: port {port} is busy, taking the next" in text
+    assert f"guard.py: port {port} is in use on node01, trying the next" in text
     assert f"--master-port {port + 1} " in text
     assert [record["world_size"] for record in probed(text)] == [4] * 4
 

@@ -1,4 +1,4 @@
-"""What Slurm does to jobs: signals, time limits, preemption, requeueing, a node that is lost."""
+"""A Slurm job survives signals, time limits, preemption, requeueing and the loss of a node."""
 
 import itertools
 import json
@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def untouched(tmp_path_factory, long_options):
 
 @pytest.fixture
 def slow_disk(tmp_path) -> str:
-    """For sbatch: a disk that takes 13 s once the training has heard a signal, of KillWait's 20."""
+    """For sbatch: a disk that takes 13 s, of KillWait's 20, once the training has received a signal."""
     training = "'-m' not in sys.orig_argv and 'train_distributed.py' in sys.orig_argv"
     code = SLOW_DISK.format(seconds=13).replace("True", training, 1)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{code}")
@@ -78,14 +77,7 @@ class Job:
     def wait_for_training(self, beyond=0) -> None:
         """Some steps of an attempt that began beyond that step, on a saved checkpoint."""
 
-        def trains():
-            steps = [beyond]
-            for file in self.run.glob("checkpoint_*.json"):
-                with suppress(FileNotFoundError):  # deleted under our eyes
-                    steps.append(json.loads(file.read_text())["step"])
-            return max(steps) > beyond + 20
-
-        self.wait(trains)
+        self.wait(lambda: self.status().get("saved_step", 0) > beyond + 20)
 
     def end(self, seconds=180) -> str:
         """Its last state. A job that was requeued begins after 3 s, not after a penalty."""
@@ -104,7 +96,7 @@ class Job:
     def output(self) -> str:
         return "".join(path.read_text() for path in self.run.parent.glob("*.out"))
 
-    def ledger(self) -> list[dict]:
+    def attempts(self) -> list[dict]:
         return [json.loads(line) for line in (self.run / "attempts.jsonl").read_text().splitlines()]
 
 
@@ -115,7 +107,9 @@ def is_as_untouched(job, untouched) -> None:
 
 
 def ranks_on(cluster) -> list:
-    return [p for p in cluster.processes() if " -u train_distributed.py" in p.line]
+    return [
+        p for p in cluster.processes() if re.search(r"python\S* (-u )?scripts/guard.py", p.line)
+    ]
 
 
 def usr1(job):
@@ -156,7 +150,7 @@ def test_a_job_asked_to_stop_is_requeued_loses_no_step_and_ends_the_same(
     ask(job)
     stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 40)
     assert job.end() == "COMPLETED", job.output()
-    first, last = job.ledger()[0], job.ledger()[-1]
+    first, last = job.attempts()[0], job.attempts()[-1]
     assert (first["cause"], first["recomputed"]) == ("stopped", 0)
     assert last["start_step"] == stopped["global_step"]
     assert job.facts()["Restarts"] == "1"
@@ -193,7 +187,7 @@ def test_a_job_that_cannot_save_in_time_is_requeued_all_the_same(
     os.kill(ranks_on(cluster)[-1].pid, signal.SIGSTOP)
     usr1(job)
     assert job.end() == "COMPLETED", job.output()
-    assert [attempt["cause"] for attempt in job.ledger()] == ["killed", "finished"]
+    assert [attempt["cause"] for attempt in job.attempts()] == ["killed", "finished"]
     assert job.facts()["Restarts"] == "1"
     is_as_untouched(job, untouched)
 
@@ -213,8 +207,8 @@ def test_a_killed_supervisor_costs_the_job_but_no_step(
     assert job.status()["state"] == "stopped"
     again = Job(cluster, repo, tmp_path / "run", style, long_options)
     assert again.end() == "COMPLETED", again.output()
-    assert [attempt["recomputed"] for attempt in again.ledger()] == [0, 0]
-    assert again.ledger()[-1]["start_step"] == step
+    assert [attempt["recomputed"] for attempt in again.attempts()] == [0, 0]
+    assert again.attempts()[-1]["start_step"] == step
     is_as_untouched(again, untouched)
 
 
@@ -230,7 +224,7 @@ def test_a_killed_rank_costs_a_relaunch_and_nothing_else(
     began = job.wait(lambda: (b := job.status().get("began", 0)) > killed and b)
     print(f"from SIGKILL of a rank to the next attempt's first step: {began - killed:.1f} s")
     assert job.end() == "COMPLETED", job.output()
-    assert [attempt["cause"] for attempt in job.ledger()] == ["killed", "finished"]
+    assert [attempt["cause"] for attempt in job.attempts()] == ["killed", "finished"]
     assert "goodput" in job.output()
     is_as_untouched(job, untouched)
 
@@ -247,9 +241,9 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     options = [*tiny, "--epochs=200", "--global-batch-size=48"]
     job = Job(cluster, repo, tmp_path / "run", style, options, "--time=1")
     assert job.wait(lambda: job.facts()["JobState"] == "COMPLETED", 600)
-    causes = [(attempt["cause"], attempt["reason"]) for attempt in job.ledger()]
+    causes = [(attempt["cause"], attempt["reason"]) for attempt in job.attempts()]
     assert len(causes) > 1 and set(causes[:-1]) == {("stopped", "time limit")}
-    assert sum(attempt["recomputed"] for attempt in job.ledger()) == 0
+    assert sum(attempt["recomputed"] for attempt in job.attempts()) == 0
     straight = train(tmp_path / "straight", 4, *options, timeout=600)
     end = torch.load(job.run / "checkpoint_epoch_200.pt", weights_only=True)
     assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))
@@ -275,7 +269,7 @@ def test_a_preempted_job_saves_comes_back_and_ends_the_same(
     job.slurm("sbatch", *flags)
     stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 30)
     assert job.end() == "COMPLETED", job.output()
-    first, last = job.ledger()
+    first, last = job.attempts()
     assert (first["cause"], first["reason"], first["recomputed"]) == ("stopped", "SIGTERM", 0)
     assert last["start_step"] == stopped["global_step"]
     is_as_untouched(job, untouched)
@@ -287,7 +281,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_writes_nothing_more(
     repo, tmp_path, tiny, lossy, style
 ):
     """Its ranks run on; the job goes on without them, bit for bit the same with --reproducible."""
-    more = ["--epochs=200", "--global-batch-size=32", "--checkpoint-every-steps=10"]
+    more = ["--epochs=200", "--global-batch-size=48", "--checkpoint-every-steps=10"]
     options = [*tiny, *more, "--reproducible", "--hang-timeout=20"]
     job = Job(lossy, repo, tmp_path / "run", style, options)
     job.wait_for_training()
@@ -296,11 +290,11 @@ def test_a_node_that_is_cut_off_is_left_out_and_writes_nothing_more(
     cut = time.time()
     try:
         assert job.end(400) == "COMPLETED", job.output()
-        ledger = job.ledger()
-        print(json.dumps(ledger, indent=1))
-        assert "node lost" in {attempt["cause"] for attempt in ledger}
-        assert ledger[-1]["hosts"] == ["node01"] and ledger[-1]["world_size"] == 2
-        print(f"cut off to next attempt: {ledger[-1]['start'] - cut:.0f} s")
+        attempts = job.attempts()
+        print(json.dumps(attempts, indent=1))
+        assert "node lost" in {attempt["cause"] for attempt in attempts}
+        assert attempts[-1]["hosts"] == ["node01"] and attempts[-1]["world_size"] == 2
+        print(f"cut off to next attempt: {attempts[-1]['start'] - cut:.0f} s")
     finally:
         subprocess.run([*on, "ip", "link", "set", "node02", "up"], env=lossy.env, check=True)
     straight = train(tmp_path / "straight", 1, *options, timeout=600)
