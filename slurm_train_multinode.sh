@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Slurm + srun: one task per GPU, ranks from Slurm itself, no torchrun. As shipped 2 nodes x 4 GPUs;
-# change the directives below, or give sbatch other numbers on the command line. scripts/supervise.py
-# keeps it alive: it starts a crashed training again, and requeues the job when its time is up.
+# Slurm + srun: one task per GPU, no torchrun; scripts/guard.py gives the ranks what torchrun would. As
+# shipped 2 nodes x 4 GPUs; change the directives below, or give sbatch other numbers on the command
+# line. scripts/supervise.py restarts the training after a crash and requeues the job when its time is up.
 #
 # Usage: sbatch [options of sbatch] slurm_train_multinode.sh [config] [options of train_distributed.py]
 #        bash slurm_train_multinode.sh --help
@@ -9,7 +9,8 @@
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh; that of scripts/supervise.py):
 #   REPO_ROOT     this repository                      [where sbatch was called, or where this file is]
 #   MASTER_ADDR   an address of the first node that the others reach   [its name]
-#   TRAIN_SCRIPT  what to run: yours, if it reads Slurm's variables    [train_distributed.py]
+#   MASTER_PORT   a free port there                                    [derived from the job and step]
+#   TRAIN_SCRIPT  the training script; any that suits torchrun         [train_distributed.py]
 #   DRY_RUN       1: print the commands only                           []
 #
 # Examples:
@@ -29,7 +30,8 @@ set -euo pipefail
 
 REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
-MASTER_ADDR="${MASTER_ADDR:-}"
+export MASTER_ADDR="${MASTER_ADDR:-}"
+export MASTER_PORT="${MASTER_PORT:-}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -57,9 +59,9 @@ find_repository() {
   fail "no train_distributed.py in ${SLURM_SUBMIT_DIR:-$PWD}: submit from the repository, or set REPO_ROOT"
 }
 
-# end_as COMMAND...: we become it. Slurm's SIGTERM to all of a preempted job would end this shell at once,
-# but srun only when the ranks have saved.
-end_as() {
+# exec_command COMMAND...: becomes it. At a preemption, Slurm's SIGTERM would kill this shell at once, but
+# srun waits until the ranks have saved.
+exec_command() {
   echo "\$$(printf ' %q' "$@")"
   [[ -n "$DRY_RUN" ]] || exec "$@"
 }
@@ -84,25 +86,24 @@ main() {
   # With --exclusive, those are all of the node; its tasks get the ones the job asked for.
   [[ ! "${SLURM_GPUS_PER_NODE:-}" =~ ^([^:,]+:)?([0-9]+)$ ]] || gpus="${BASH_REMATCH[2]}"
   ((gpus > 0)) || gpus=1
-  local hosts
-  mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-  export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"
   if [[ $# -gt 0 && "$1" != -* ]]; then
     config="$1"
     shift
   fi
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
   if [[ -z "$DRY_RUN" && -z "${ATTEMPT:-}" ]]; then
-    # It calls this file again, with ATTEMPT set, as often as it takes.
+    # It calls this file again, with ATTEMPT set, for each attempt.
     exec "${PYTHON:-python3}" scripts/supervise.py bash "$this" "$config" "$@"
   fi
   # One task per GPU, each with its share of the cores, whatever the job asked for per task. A task
-  # sees all GPUs of its node and takes the one of its rank: with one each, NVLink would be lost.
+  # sees all GPUs of its node and uses the one of its rank: if it saw one only, NVLink would be lost.
   cores="$((cores > gpus ? cores / gpus : 1))"
   unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK
-  end_as srun --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
+  local script=(scripts/guard.py "$TRAIN_SCRIPT")
+  [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # it checks the ranks itself
+  exec_command srun --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
     --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" \
-    --cpus-per-task="$cores" --kill-on-bad-exit=1 "${python[@]}" "$TRAIN_SCRIPT" --config "$config" "$@"
+    --cpus-per-task="$cores" --kill-on-bad-exit=1 "${python[@]}" "${script[@]}" --config "$config" "$@"
 }
 
 main "$@"

@@ -6,7 +6,7 @@
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #
 # The options, from the first word with a dash on, go to the training script. Output also goes to
-# logs/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
+# LOG_DIR/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   NPROC_PER_NODE  workers on this node                          [Slurm's GPUs, visible GPUs, or 1]
@@ -16,6 +16,7 @@
 #   TRAIN_SCRIPT    the training script; any that suits torchrun  [train_distributed.py]
 #   MASTER_ADDR     the host of node rank 0                       [Slurm's or PBS's first, or localhost]
 #   MASTER_PORT     a free port there                             [derived from the job id]
+#   LOG_DIR         for the log files                             [logs]
 #   DRY_RUN         1: print the command, run nothing             []
 #
 # Examples:
@@ -31,6 +32,7 @@ LAUNCHER="${LAUNCHER:-torch.distributed.run}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
 MASTER_ADDR="${MASTER_ADDR:-}"
 MASTER_PORT="${MASTER_PORT:-}"
+LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -94,6 +96,18 @@ stop() {
   fi
 }
 
+oom_kills() {
+  awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' /proc/vmstat 2>/dev/null || echo 0
+}
+
+# A killed process cannot do it. scripts/guard.py describes FAILURE_FILE.
+report_out_of_memory() {
+  local reason="the kernel killed a process, because memory was short"
+  echo "cluster_train.sh: error: $(hostname): $reason" >&2
+  (set -o noclobber && printf '{"cause": "out of memory", "reason": "%s", "host": "%s"}\n' "$reason" \
+    "$(hostname)" >"${FAILURE_FILE:-/dev/null}") 2>/dev/null || true
+}
+
 main() {
   if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
     print_help
@@ -140,11 +154,6 @@ main() {
   local cores
   cores="$(nproc)"
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC_PER_NODE ? cores / NPROC_PER_NODE : 1))}"
-  if ((gpus == 0)); then
-    # glibc would return each large activation to the kernel and page it in again in the next step: the
-    # largest single cost of a small network on a CPU.
-    export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.trim_threshold=2147483647:glibc.malloc.mmap_max=0}"
-  fi
   export LOGLEVEL="$LOG_LEVEL"
   # If SIGTERM reaches torchrun as well, it kills its workers after 30 s: too soon for a large checkpoint.
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
@@ -161,16 +170,19 @@ main() {
 
   echo "\$$(printf ' %q' "${command[@]}")" # in one write: other nodes print, too
   [[ -z "$DRY_RUN" ]] || exit 0
-  local log
+  local logs="$LOG_DIR/distributed_training" log
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
-  mkdir -p logs/distributed_training && [[ -w logs/distributed_training ]] ||
-    fail "cannot write to $PWD/logs/distributed_training"
-  ln -sfn "$log" "logs/distributed_training/latest_node$rank.log"
+  mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
+  ln -sfn "$log" "$logs/latest_node$rank.log"
   # The workers write last: tee ends when they have gone, not at a signal.
-  exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "logs/distributed_training/$log")
-  local tee=$! status=0
+  exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
+  local tee=$! status=0 kills
+  kills="$(oom_kills)"
   run_workers "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
+  if ((status > 0 && $(oom_kills) > kills)); then
+    report_out_of_memory
+  fi
   exec &>/dev/null
   for _ in {1..100}; do # the last lines, through a slow terminal
     kill -0 "$tee" || break

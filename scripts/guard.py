@@ -41,9 +41,11 @@ import threading
 import time
 import types
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 HOST = socket.gethostname()
+POLL = 5  # seconds between two questions whether another rank has found a hang
 
 
 def main() -> None:
@@ -60,17 +62,22 @@ def main() -> None:
     world = launch_environment(os.environ)
     configure_process(world)
     watch = None
+    if os.environ.get("GUARD") != "0" and world["WORLD_SIZE"] > 1:
+        watch = HangWatch(world["RANK"], *check_ranks(world, arguments))
+    error = None
     try:
-        if os.environ.get("GUARD") != "0":
-            watch = HangWatch(world, check_ranks(world, arguments))
-            watch.start()
         run(arguments)
-    except BaseException as error:
+    except BaseException as raised:
+        error = raised
+    if watch:
+        watch.end(error)
+    if error:
         report_error(error, world["RANK"])
-        raise error.with_traceback(without_own_frames(error.__traceback__)) from error.__cause__
-    finally:
-        if watch:
-            watch.end()
+        if not isinstance(error, Exception):  # SystemExit or KeyboardInterrupt
+            raise error
+        traceback = without_own_frames(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        sys.exit(1)
 
 
 # ------------------------------------------------------------------------- launch environment
@@ -88,9 +95,9 @@ def launch_environment(env) -> dict[str, int]:
             names = *names, "SLURM_STEP_TASKS_PER_NODE"  # 4(x2) or 4,3
             values = {name: re.match(r"\d+", env[slurm])[0] for name, slurm in zip(values, names)}
         env.update({name: str(value) for name, value in values.items()})
-    if "MASTER_ADDR" not in env:
+    if not env.get("MASTER_ADDR"):
         env["MASTER_ADDR"] = hosts_of_job(env)[0] if is_srun_step(env) else "localhost"
-    if "MASTER_PORT" not in env:
+    if not env.get("MASTER_PORT"):
         alone = env["WORLD_SIZE"] == "1"
         env["MASTER_PORT"] = str(free_port(port_of_job(env)) if alone else port_of_job(env))
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
@@ -145,19 +152,23 @@ def free_port(first: int) -> int:
 
 
 def configure_process(world: dict[str, int]) -> None:
-    """What the kernel should know about a rank that torchrun has started."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+    """Give this rank its share of the node's cores; end it if torchrun is killed."""
+    if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
         return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: stop if torchrun is killed
     cores, ranks = sorted(os.sched_getaffinity(0)), world["LOCAL_WORLD_SIZE"]
-    first, end = (len(cores) * r // ranks for r in (world["LOCAL_RANK"], world["LOCAL_RANK"] + 1))
-    if cores[first:end] and not has_gpu():
-        # Each CPU rank keeps to its own cores; srun binds its tasks by itself.
-        os.sched_setaffinity(0, cores[first:end])
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which binds nothing; srun binds each task
+    if by_torchrun:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if by_torchrun or len(cores) == os.cpu_count():
+        ends = (len(cores) * r // ranks for r in (world["LOCAL_RANK"], world["LOCAL_RANK"] + 1))
+        cores = cores[slice(*ends)]
+    if cores and not has_gpu():
+        os.sched_setaffinity(0, cores)  # CPU ranks get in each other's way on shared cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores))))
 
 
 def has_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
 
 
 # --------------------------------------------------------------------------------- rank check
@@ -166,12 +177,10 @@ def has_gpu() -> bool:
 def check_ranks(world: dict[str, int], arguments: list[str]):
     """Wait for all ranks, compare them, and end all if something is wrong. Collective: every rank.
 
-    Returns (store, what is known of each rank), or (None, []) for a single process. A store with
-    a time limit answers where a collective would hang.
+    Returns (store, what is known of each rank). A store with a time limit answers where a
+    collective would hang.
     """
     rank, size = world["RANK"], world["WORLD_SIZE"]
-    if size == 1:
-        return None, []
     timeout = seconds("RANK_TIMEOUT", 300)
     deadline = time.monotonic() + timeout
     info = rank_info(world, arguments)
@@ -233,7 +242,15 @@ def digest(path: Path) -> str:
 
 
 def gpu_of(local_rank: int) -> str:
-    """The UUID of the GPU that this rank will use; "" if there is none, or it is unknown.
+    """The UUID of the GPU that this rank will use; "" if there is none, or it is unknown."""
+    gpus = visible_gpus()
+    if len(gpus) < 2:  # srun --gpus-per-task=1, for example
+        return "".join(gpus)
+    return gpus[local_rank] if local_rank < len(gpus) else "none"
+
+
+def visible_gpus() -> list[str]:
+    """The UUIDs of this process's GPUs, in the order of their numbers; [] if they are unknown.
 
     Asks nvidia-smi: asking CUDA would initialise it, after which a script may not fork any more.
     """
@@ -241,46 +258,48 @@ def gpu_of(local_rank: int) -> str:
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return []
     gpus = output.stdout.split()
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         names = visible.split(",")
         gpus = [gpus[int(n)] if n.isdigit() and int(n) < len(gpus) else n for n in names]
-    if len(gpus) == 1:  # srun --gpus-per-task=1, for example
-        return gpus[0]
-    return gpus[local_rank] if local_rank < len(gpus) else "none"
+    return gpus
 
 
 def connect(world: dict[str, int], timeout: float):
-    """A client of the store on MASTER_ADDR, which torchrun's agent or rank 0 serves.
-
-    The script's own init_process_group() shares that server: hence multi_tenant.
-    """
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
+    """open_store(), or a sentence why not."""
     address, port, rank = os.environ["MASTER_ADDR"], world["MASTER_PORT"], world["RANK"]
     resolve(address, port, min(30, timeout))
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     give_up = threading.Timer(timeout + 10, end_now, [f"{address}:{port} is not a PyTorch store"])
     give_up.daemon = True
     give_up.start()
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=rank == 0 and not by_agent,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return open_store(world, timeout)
     except Exception as error:  # DistError, or RuntimeError in older versions
         text = str(error).strip().split("\n")[0]
         remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
         fail(f"rank {rank} on {HOST} cannot reach {address}:{port} ({text}): {remedy}", "port")
     finally:
         give_up.cancel()
+
+
+def open_store(world: dict[str, int], timeout: float):
+    """A client of the store on MASTER_ADDR, which torchrun's agent or rank 0 serves.
+
+    The script's own init_process_group() shares that server: hence multi_tenant. Hangs if another
+    program answers there.
+    """
+    import torch.distributed as dist
+
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        world["MASTER_PORT"],
+        is_master=world["RANK"] == 0 and not by_agent,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"guard {restart}", store)
 
@@ -316,22 +335,27 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
             f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
             f"see their logs (ranks here: {where})"
         )
-    for rank, info in enumerate(infos):
-        for what in infos[0]["same"].keys() | info["same"].keys():
-            mine, other = (i["same"].get(what, "missing") for i in (infos[0], info))
-            if mine != other:
-                return (
-                    f"{what} differs: {other} for rank {rank} on {info['host']}, {mine} for rank 0"
-                )
-    for host, ranks in hosts.items():
+    return next(find_differences(infos), "")
+
+
+def find_differences(infos: list[dict | None]):
+    """Which ranks run other software than rank 0, or share a GPU: a sentence each."""
+    for what in sorted({what for info in infos if info for what in info["same"]}):
+        values = [info and info["same"].get(what, "missing") for info in infos]
+        for value in dict.fromkeys(values):
+            if value not in (None, values[0]):
+                ranks = [rank for rank, other in enumerate(values) if other == value]
+                hosts = ", ".join(dict.fromkeys(infos[rank]["host"] for rank in ranks))
+                who = f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)} on {hosts}"
+                yield f"{what} differs: {value} for {who}, {values[0]} for rank 0"
+    for host, ranks in ranks_by_host(infos).items():
         gpus = {infos[rank]["gpu"] for rank in ranks}
         if "none" in gpus or (gpus != {""} and len(gpus) < len(ranks)):
-            return (
+            yield (
                 f"Duplicate GPU detected: on {host}, ranks {format_ranges(ranks)} share "
                 f"{len(gpus - {'none'})} visible GPUs: start as many processes as there are GPUs "
                 "(or, if you mean it, set GUARD=0)"
             )
-    return ""
 
 
 def ranks_by_host(infos: list[dict | None]) -> dict[str, list[int]]:
@@ -382,7 +406,7 @@ def choose_interface(infos: list[dict], info: dict) -> None:
 # ------------------------------------------------------------------------------- hang verdict
 
 
-class HangWatch(threading.Thread):
+class HangWatch:
     """Ends this rank, with its stacks, once a rank has waited in a collective for too long.
 
     Progress is an optimizer step, of any optimizer of the process, or a collective that PyTorch's
@@ -390,96 +414,102 @@ class HangWatch(threading.Thread):
     each writes down where it stands; the ranks that are behind, or silent, are at fault.
     """
 
-    def __init__(self, world: dict[str, int], store_and_infos):
-        super().__init__(daemon=True)
-        self.rank, self.size, (self.store, self.infos) = (
-            world["RANK"],
-            world["WORLD_SIZE"],
-            store_and_infos,
-        )
-        self.timeout, self.steps, self.hooked, self.over = (
-            seconds("HANG_TIMEOUT", 540),
-            0,
-            False,
-            False,
-        )
-        self.seen, self.since = None, time.monotonic()
+    def __init__(self, rank: int, store, infos: list[dict]):
+        self.rank, self.store, self.infos = rank, store, infos
+        self.timeout = seconds("HANG_TIMEOUT", 540)
+        self.steps = 0
+        self.found, self.over = threading.Event(), threading.Event()
+        # If rank 0, which serves the store, is stopped, a call of the store never returns.
+        self.threads = [threading.Thread(target=t, daemon=True) for t in (self.watch, self.poll)]
+        for thread in self.threads:
+            thread.start()
 
-    def run(self) -> None:
-        while self.store and not self.over:
-            time.sleep(1)
-            if not self.hooked and "torch.optim" in sys.modules:
+    def watch(self) -> None:
+        hooked, seen, since = False, None, time.monotonic()
+        while not self.over.wait(1):
+            if not hooked and "torch.optim" in sys.modules:
                 from torch.optim.optimizer import register_optimizer_step_post_hook
 
                 register_optimizer_step_post_hook(self.on_step)
-                self.hooked = True
+                hooked = True
             now = self.steps, collectives()
-            if now != self.seen:
-                self.seen, self.since = now, time.monotonic()
-            waited = time.monotonic() - self.since > self.timeout and any(
-                a > b for a, b in now[1].values()
-            )
-            if (waited or self.was_called()) and not self.over:
-                try:
-                    self.end_hang()
-                finally:
-                    os._exit(1)
+            if now != seen:
+                seen, since = now, time.monotonic()
+            waits = any(begun > ended for begun, ended in now[1].values())
+            if self.found.is_set() or (waits and time.monotonic() - since > self.timeout):
+                self.exit_all()
 
     def on_step(self, *_) -> None:
         self.steps += 1
 
-    def was_called(self) -> bool:
-        """Whether another rank has found a hang."""
-        with suppress(Exception):
-            return self.store.check(["hang"])
-        return False
+    def poll(self) -> None:
+        """Notice that another rank has found a hang."""
+        with suppress(Exception):  # the store is gone; a second call would only print warnings
+            while not self.over.wait(POLL):
+                if self.store.check(["hang"]):
+                    self.found.set()
 
-    def end_hang(self) -> None:
-        """Print the stacks, exchange where each rank stands, and let the first one tell."""
+    def exit_all(self) -> None:
+        """Print the stacks, exchange where each rank stands, and let the first one report."""
+        print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        note = {"step": self.steps, "at": last_collective()}
-        with suppress(Exception):
-            self.store.set(f"note {self.rank}", json.dumps(note))
+        notes = {self.rank: {"steps": self.steps, **last_collective()}}
+        without_store = threading.Timer(20, self.report, [dict(notes), {0: "does not answer"}])
+        without_store.start()
+        silent = {}
+        try:
+            self.store.set(f"note {self.rank}", json.dumps(notes[self.rank]))
             self.store.set("hang", "1")
-        notes, deadline = {self.rank: note}, time.monotonic() + 5
-        with suppress(Exception):  # if rank 0 serves the store and is at fault, nobody answers
-            for rank in range(self.size):
-                if text := wait_for(self.store, f"note {rank}", deadline):
+            deadline = time.monotonic() + POLL + 3
+            for rank in range(len(self.infos)):
+                if self.store.check([f"ended {rank}"]):
+                    silent[rank] = "has ended"
+                elif text := wait_for(self.store, f"note {rank}", deadline):
                     notes[rank] = json.loads(text)
-        text = self.verdict(notes)
-        for rank in set(range(self.size)) - set(notes):
-            if self.infos[rank]["host"] == HOST:
-                with suppress(OSError):
-                    os.kill(self.infos[rank]["pid"], signal.SIGKILL)  # it will not end by itself
+                else:
+                    silent[rank] = "does not answer"
+        except Exception:
+            silent = {0: "does not answer"}
+        without_store.cancel()
+        self.report(notes, silent)
+
+    def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:
         if self.rank == min(notes):
+            text = self.verdict(notes, silent)
             write_failure("hang", text, self.rank)
             print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
         time.sleep(1)  # let that rank print before the launcher ends it
+        for rank in silent:
+            if self.infos[rank]["host"] == HOST:
+                with suppress(OSError):
+                    os.kill(self.infos[rank]["pid"], signal.SIGKILL)  # it will not end by itself
+        os._exit(1)
 
-    def verdict(self, notes: dict[int, dict]) -> str:
-        """Who the others wait for. notes: of the ranks that answer."""
-        names = {rank: f"rank {rank} on {info['host']}" for rank, info in enumerate(self.infos)}
-        furthest = max(note["at"]["number"] for note in notes.values())
-        leaders = [note for note in notes.values() if note["at"]["number"] == furthest]
-        others = f"the others are at collective {furthest} ({leaders[0]['at']['name']})"
-        at_fault = []
-        for rank in range(self.size):
-            note = notes.get(rank)
-            if note is None:
-                at_fault.append(f"{names[rank]} does not answer")
-            elif note["at"]["number"] < furthest:
-                at = f"collective {note['at']['number']} ({note['at']['name']})"
-                at_fault.append(f"{names[rank]} is at {at}, after {note['step']} optimizer steps")
-        if at_fault:
-            return f"hang: {'; '.join(at_fault)}; {others}"
-        what = {note["at"]["name"] for note in notes.values()}
-        if len(what) > 1:
-            return f"hang: the ranks are in different collectives: {', '.join(sorted(what))}"
-        return f"hang: all ranks wait in collective {furthest} ({what.pop()}): check the network"
+    def verdict(self, notes: dict[int, dict], silent: dict[int, str]) -> str:
+        """Which ranks the others wait for. notes: of the ranks that answer; silent: the others."""
+        states = [f"at collective {n['number']} ({n['name']})" for n in notes.values()]
+        furthest = max(note["number"] for note in notes.values())
+        ahead = [s for s, n in zip(states, notes.values()) if n["number"] == furthest]
+        usual = max(ahead, key=ahead.count)
+        at_fault = dict(silent)
+        for (rank, note), state in zip(notes.items(), states):
+            if state != usual:
+                at_fault[rank] = f"is {state}, {note['steps']} steps done"
+        if not at_fault:
+            return f"hang: all ranks are {usual}: check the network"
+        names = (f"rank {r} on {self.infos[r]['host']} {at_fault[r]}" for r in sorted(at_fault))
+        return f"hang: {'; '.join(names)}; the others are {usual}"
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None) -> None:
         """The script has ended."""
-        self.over = True
+        self.over.set()
+        for thread in self.threads:  # in C++ code, it would abort Python's shutdown
+            thread.join(2)
+        if not error:
+            with suppress(Exception):
+                self.store.set(f"ended {self.rank}", "")
+                for rank in range(len(self.infos) if self.rank == 0 else 0):  # it serves the store
+                    wait_for(self.store, f"ended {rank}", time.monotonic() + 2)
 
 
 def collectives() -> dict[str, tuple[int, int]]:
@@ -494,16 +524,12 @@ def collectives() -> dict[str, tuple[int, int]]:
 
 def last_collective() -> dict:
     """The last one that this rank has begun: its number and what it is."""
-    found = {"number": 0, "name": "none"}
+    found = [{"number": 0, "name": "none"}]
     for _, trace in flight_recorder(True):
         for entry in trace.get("entries", [])[-1:]:
             name = f"{entry['profiling_name']} {entry['input_sizes']}"
-            found = max(
-                found,
-                {"number": entry["collective_seq_id"], "name": name},
-                key=lambda f: f["number"],
-            )
-    return found
+            found.append({"number": entry["collective_seq_id"], "name": name})
+    return max(found, key=lambda collective: collective["number"])
 
 
 def flight_recorder(entries: bool):
@@ -551,12 +577,9 @@ def report_error(error: BaseException, rank: int) -> None:
         cause = getattr(root, "cause", "configuration" if error.code == 2 else "exception")
         reason = str(root) if error.__cause__ else f"exit code {error.code}"
     else:
-        memory = "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error)
-        memory = memory or isinstance(error, MemoryError)
-        cause, reason = (
-            "out of memory" if memory else "exception",
-            f"{type(error).__name__}: {error}",
-        )
+        reason = f"{type(error).__name__}: {error}"
+        memory = re.search("OutOfMemory|MemoryError|t allocate memory", reason)
+        cause = "out of memory" if memory else "exception"
     write_failure(cause, reason, rank)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
         facts = {"py_callstack": reason, "timestamp": str(int(time.time()))}

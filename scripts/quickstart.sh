@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained model: makes a virtual environment, installs requirements.txt,
-# trains SimpleConvNet on handwritten digits with all GPUs (or 2 processes on the CPU), draws the
-# metrics. Run it again, and it reuses what is there.
+# trains SimpleConvNet on handwritten digits with all GPUs (or 2 processes on the CPU), and plots the
+# metrics. Run again, it reuses what is there.
 #
 # Usage: scripts/quickstart.sh [--install-only] [options of train_distributed.py]
 #
@@ -48,21 +48,20 @@ install() {
 }
 
 train() {
-  local options=(--config configs/default_config.yaml --checkpoint-dir "$RUN_DIR" "$@")
-  # A mistake in the options is told here in one line; torchrun would add forty of its own.
-  "$VENV/bin/python" train_distributed.py "${options[@]}" --print-config >/dev/null || exit 2
-  local cores processes="$NPROC_PER_NODE"
-  if [[ -z "$processes" ]]; then
-    processes="$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+  local options=(--checkpoint-dir "$RUN_DIR" "$@")
+  # A mistake in the options is told here, in one line: torchrun would add forty.
+  "$VENV/bin/python" -c '
+import sys, train_distributed as trainer
+try:
+    trainer.parse_config(sys.argv[1:])
+except trainer.UserError as error:
+    print(f"quickstart.sh: error: {error}", file=sys.stderr)
+    sys.exit(2)' "${options[@]}" || exit 2
+  if [[ -z "$NPROC_PER_NODE" ]]; then
+    NPROC_PER_NODE="$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count() or 2)')"
   fi
-  cores="$(getconf _NPROCESSORS_ONLN)"
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
-  local command=("$VENV/bin/torchrun" --standalone --nproc-per-node "$processes"
-    train_distributed.py "${options[@]}")
-  printf '$'
-  printf ' %q' "${command[@]}"
-  echo
-  "${command[@]}"
+  PYTHON="$(realpath -s "$VENV")/bin/python" NPROC_PER_NODE="$NPROC_PER_NODE" \
+    scripts/cluster_train.sh configs/default_config.yaml 1 0 localhost "${options[@]}"
 }
 
 main() {
@@ -81,7 +80,7 @@ main() {
 
 Your model: $RUN_DIR/checkpoint_epoch_*.pt   Its metrics: $RUN_DIR/metrics.jsonl, metrics.png
 Next:
-  scripts/quickstart.sh --epochs 10           goes on with the same run
+  scripts/quickstart.sh --epochs 10           continue the same run
   source $VENV/bin/activate                   then, by hand:
   torchrun --standalone --nproc-per-node 2 train_distributed.py --dataset mnist   all 60,000 digits
   python train_distributed.py --help          every option

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
-# The one place for what differs from cluster to cluster. Every launcher sources it on every node,
-# in the repository, before it starts Python; it leaves the command for Python in the array `python`.
-# All is off or found by itself: edit what you need.
+# The one place for what differs from cluster to cluster. Every launcher sources it on every node, in the
+# repository, before it starts Python; it leaves the command for Python in the array `python`. Everything is
+# off or detected: edit what you need.
 
 set +u # modules and conda use variables that are not set
 
@@ -25,6 +25,12 @@ python=("${PYTHON:-python3}")
 # ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the same job inside of it
 if [[ -n "${APPTAINER_IMAGE:-}" ]]; then
   python=(apptainer exec --nv --bind "$PWD" "$APPTAINER_IMAGE" python3)
+fi
+
+# ---- memory. On a machine without GPUs, glibc would return each large activation to the kernel and page it
+# in again in the next step: the largest single cost of a small network on a CPU.
+if [[ ! -e /dev/nvidia0 && ! -e /dev/kfd ]]; then
+  export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.trim_threshold=2147483647:glibc.malloc.mmap_max=0}"
 fi
 
 # ---- network. NCCL finds NVLink and InfiniBand by itself; set nothing before a test shows you must.

@@ -1,30 +1,38 @@
 #!/usr/bin/env python3
-"""Keep one training alive: start it, start it again if it crashes, requeue its job when time is up.
+"""Keep one training alive: launch it, relaunch it after a crash, requeue its job when time is up.
 
 Usage: scripts/supervise.py COMMAND [ARGUMENT ...]
 
-COMMAND is any launch of this repository; the Slurm scripts and the PBS script put supervise.py in
-front by themselves. It needs nothing but Python 3.8.
+COMMAND is any launch of this repository; the Slurm and PBS scripts put supervise.py in front by
+themselves. It needs nothing but Python 3.8.
 
-    finished                          the end
-    stopped for time or preemption    under Slurm the job is requeued; elsewhere: how to go on
-    stopped by you                    how to go on
+    the training finished             the end
+    stopped for time or preemption    under Slurm the job is requeued; elsewhere: how to resume
+    stopped by you                    how to resume
     crashed                           the same command again, on the nodes that are left
-    crashed 3 times without a new checkpoint, a mistake in what was asked, NaN: why, and the end
+    3 crashes without progress,       the reason, and the end
+    or an error that would repeat
 
-Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 stops the training, which saves first; a second Ctrl-C
-ends it at once. The end of its time stops it too (--max-duration, the job's time limit), and so
-does a file STOP in its run directory (--checkpoint-dir).
+Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 stops the training, which saves first; so does the end
+of the job's time, or of MAX_DURATION. A second Ctrl-C kills it.
+
+What it tells the training, in the environment: STOP_FILE (if that file exists: save and exit),
+DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE (see scripts/guard.py). What
+the training tells it, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped), reason,
+start_step, global_step, saved_step, world_size, began. A script that writes no STATUS_FILE is
+restarted all the same; if it ran for ten minutes, that counts as progress.
 
 Writes attempts.jsonl to the run directory, one line per attempt: start, end, start_step, end_step,
-saved_step, recomputed, hosts, world_size, cause, reason. Causes: finished, stopped, out of memory,
-killed, node lost, hang, NaN, data, disk, configuration, port, superseded, exception.
-Exit code: 0 finished or stopped; 1 given up; 2 a mistake in what was asked.
+saved_step, recomputed, train_seconds, hosts, world_size, cause, reason. Causes: finished, stopped,
+ended (exit code 0, but no status), out of memory, killed, node lost, hang, NaN, disk,
+configuration, port, in use, replaced, exception.
+Exit code: 0 finished or stopped; 1 gave up; 2 a user error.
 
 Environment:
-    RUN_DIR        the run directory    [--checkpoint-dir of COMMAND, or of its config]
-    MAX_RESTARTS   after crashes, within this job                     [10]
-    STOP_SECONDS   that a training may take to stop before it is ended [300]
+    MAX_RESTARTS   after crashes, within this job                            [10]
+    MAX_DURATION   seconds after which the training is asked to stop         []
+    STOP_SECONDS   that a training may take to stop before it is killed      [300]
+    LOG_DIR        a directory that all nodes see                            [logs]
 
 Examples:
     scripts/supervise.py scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4
@@ -46,9 +54,13 @@ import tempfile
 import time
 from pathlib import Path
 
-NO_PROGRESS = 3  # crashes in a row without a new checkpoint, after which it is given up
-HOPELESS = ("configuration", "NaN", "superseded", "in use")
-ON_TIME = {"time limit", "max-duration", "SIGUSR1", "SIGUSR2", "SIGTERM"}
+NO_PROGRESS = 3  # crashes in a row without progress, after which it gives up
+PROGRESS_SECONDS = 600  # a script without a status makes progress if it runs for so long
+WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
+ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # reasons to requeue the job
+
+HOST = socket.gethostname()
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def main():
@@ -57,167 +69,324 @@ def main():
         print(__doc__.strip())
         return 0 if command else 2
     try:
-        most = int(os.environ.get("MAX_RESTARTS") or 10)
-        patience = float(os.environ.get("STOP_SECONDS") or 300)
+        max_restarts = int(os.environ.get("MAX_RESTARTS") or 10)
+        stop_seconds = float(os.environ.get("STOP_SECONDS") or 300)
+        max_duration = float(os.environ.get("MAX_DURATION") or "inf")
     except ValueError as error:
-        say(f"error: MAX_RESTARTS and STOP_SECONDS should be numbers ({error})")
+        log(f"error: MAX_RESTARTS, MAX_DURATION and STOP_SECONDS should be numbers ({error})")
         return 2
     if not shutil.which(command[0]):
-        say(f"error: cannot start {command[0]}: there is no such program")
+        log(f"error: cannot start {command[0]}: there is no such program")
         return 2
-    if os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py"):  # it says what is wrong, once
+    if os.environ.get("DRY_RUN") or os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py"):
+        # Nothing to keep alive.
         os.execvpe(command[0], command, {**os.environ, "ATTEMPT": "1"})
-    run = RunDirectory(Path(os.environ.get("RUN_DIR") or run_directory_of(command)))
-    with tempfile.TemporaryDirectory(prefix="supervise-") as scratch:
-        launch = Launch(command, run, Path(scratch), patience)
-        return keep_alive(launch, run, most)
+    directory = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs") / f"supervise_{job_name()}"
+    directory = directory.resolve()
+    with tempfile.TemporaryDirectory(prefix="supervise-") as local:
+        supervisor = Supervisor(command, directory, Path(local), stop_seconds, max_duration)
+        try:
+            return supervisor.keep_alive(max_restarts)
+        finally:
+            supervisor.clean_up()
 
 
-def keep_alive(launch, run, most):
-    """Attempt after attempt. Returns the exit code."""
-    restarts = 0
-    while True:
-        before = run.status()
-        attempt = launch.attempt(before)
-        if attempt["cause"] != "in use":  # by another job, whose ledger it is
-            run.make_up(before, attempt["start_step"])
-            run.append(attempt)
-        cause, reason = attempt["cause"], attempt["reason"]
-        if cause in ("finished", "stopped") and attempt["world_size"]:
-            say(run.goodput())
-        if cause == "finished":
-            return 0
-        if cause == "stopped":
-            if not (ON_TIME & set(reason.split()) or "time limit" in reason) or not requeue():
-                say(f"stopped ({reason or '--stop-at-step'}); to go on: {launch.again()}")
-            return 0
-        step = f"{cause} at step {attempt['end_step']}" + f": {reason}" * bool(reason)
-        vain = run.crashes_without_progress()
-        asked = launch.is_ended or launch.signals
-        on_time = asked and ON_TIME.issuperset(name for name, _ in launch.signals)
-        too_few = cause == "configuration" and launch.nodes != launch.nodes_at_first
-        if vain < NO_PROGRESS and (too_few or (on_time and cause not in HOPELESS)) and requeue():
-            say(f"{step}. From step {attempt['saved_step']} in the job's next turn")
-            return 1
-        if cause in HOPELESS or asked or vain >= NO_PROGRESS or restarts >= most:
-            why = "that would happen again" if cause in HOPELESS else "as you asked"
-            if not asked and cause not in HOPELESS:
-                why = f"after {restarts} restarts"
-                if vain >= NO_PROGRESS:
-                    why = f"crashed {vain} times without a new checkpoint"
-            say(run.goodput())
-            say(f"error: {step}. Given up, {why}; once mended, to go on: {launch.again()}")
-            return 2 if cause in ("configuration", "in use") else 1
-        restarts += 1
-        say(f"{step}. Starting again from step {attempt['saved_step']} ({restarts} of {most})")
-        time.sleep(0 if vain == 0 else 2)
-
-
-def say(text):
+def log(text):
     try:
         print(f"supervise.py: {text}", file=sys.stderr, flush=True)
-    except OSError:  # a terminal that was closed, a `tee` that Ctrl-C ended
+    except OSError:  # a terminal that was closed, a `tee` ended by Ctrl-C
         sys.stderr = open(os.devnull, "w")
 
 
-class RunDirectory:
-    """What the trainer and we write down in --checkpoint-dir."""
+class Supervisor:
+    """COMMAND, launched as often as needed."""
 
-    def __init__(self, path):
-        self.path = path
-        self.ledger = path / "attempts.jsonl"
+    def __init__(self, command, directory, local, stop_seconds, max_duration):
+        self.command, self.stop_seconds, self.began = command, stop_seconds, time.time()
+        self.directory = directory  # for files that the training writes: all nodes see it
+        self.stop_file = local / "STOP"  # on this host, where a network file system is not late
+        self.run_dir = None  # once the training has told
+        self.deadline = min(end_of_job() or float("inf"), self.began + max_duration)
+        self.signals = []  # (name, time), as they came
+        self.count = 0  # of attempts by this process
+        self.restarts = self.crashes = 0
+        self.nodes = self.nodes_at_first = nodes_of_job()
+        self.asked_slurm, self.missing = 0.0, []  # when it was asked for lost nodes; its answer
+        self.stopping_since = None
+        self.killed = False  # by us, because it did not stop by itself
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            number = getattr(signal, name)
+            if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self.on_signal)
+
+    def on_signal(self, number, _frame):
+        self.signals.append((signal.Signals(number).name, time.time()))
+
+    def keep_alive(self, max_restarts):
+        """Attempt after attempt. Returns the exit code."""
+        while True:
+            attempt = self.attempt()
+            cause, reason = attempt["cause"], attempt["reason"]
+            if cause == "in use" and self.free_stale_lock():
+                continue
+            if cause != "in use":  # by another job, to which the attempt log belongs
+                self.record(attempt)
+            if cause in ("finished", "stopped") and attempt["world_size"]:
+                log(goodput(self.attempts()))
+            if cause in ("finished", "ended"):
+                return 0
+            if cause == "stopped":
+                if not ON_TIME & set(reason.split(", ")) or not requeue():
+                    log(f"stopped ({reason or 'at --stop-at-step'}); to resume: {self.again()}")
+                return 0
+            what = f"{cause} at step {attempt['end_step']}" + f": {reason}" * bool(reason)
+            progress = attempt["saved_step"] > attempt["start_step"]
+            if not attempt["world_size"]:  # no status
+                progress = attempt["end"] - attempt["start"] > PROGRESS_SECONDS
+            self.crashes = 0 if progress else self.crashes + 1
+            if self.may_requeue(cause) and requeue():
+                log(f"{what}. The job resumes from step {attempt['saved_step']}")
+                return 1
+            asked = self.killed or self.signals
+            if cause in WOULD_REPEAT or asked or self.crashes >= NO_PROGRESS or (
+                self.restarts >= max_restarts
+            ):  # fmt: skip
+                why = f"after {self.restarts} restarts"
+                if cause in WOULD_REPEAT:
+                    why = "a restart would not help"
+                elif asked:
+                    why = "as you asked"
+                elif self.crashes >= NO_PROGRESS:
+                    why = f"{self.crashes} crashes without progress"
+                log(f"error: {what}. Giving up: {why}. Once that is fixed, resume: {self.again()}")
+                return 2 if cause in ("configuration", "in use") else 1
+            self.restarts += 1
+            where = f"from step {attempt['saved_step']}"
+            log(f"{what}. Restart {self.restarts} of {max_restarts}, {where}")
+            time.sleep(0 if self.crashes == 0 else 2)
+
+    def may_requeue(self, cause):
+        """Whether a crash is one that another run of the Slurm job may get over."""
+        if self.crashes >= NO_PROGRESS:
+            return False
+        too_few_nodes = cause == "configuration" and self.nodes != self.nodes_at_first
+        asked = self.signals or self.killed
+        on_time = asked and ON_TIME.issuperset(name for name, _ in self.signals)
+        return too_few_nodes or (on_time and cause not in WOULD_REPEAT)
+
+    def again(self):
+        job = os.environ.get("SLURM_JOB_ID")
+        return f"scontrol requeue {job}" if job else " ".join(map(shlex.quote, sys.argv))
+
+    # ------------------------------------------------------------------------- one attempt
+
+    def attempt(self):
+        """One launch to its end: its line for the attempt log."""
+        self.count += 1
+        name = f"{HOST}_{os.getpid()}_{self.count}"
+        self.status_file = self.directory / f"status_{name}.json"
+        failure_file = self.directory / f"failure_{name}.json"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
+        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        env = {
+            **os.environ,
+            "ATTEMPT": str(self.count),
+            "ATTEMPT_ID": f"{job_name()}.{1000 * restart + self.count}",
+            "STOP_FILE": str(self.stop_file),
+            "STATUS_FILE": str(self.status_file),
+            "FAILURE_FILE": str(failure_file),
+        }
+        if self.deadline < float("inf"):
+            env["DEADLINE"] = str(self.deadline)
+        if self.count > 1:
+            # Slurm may not have seen the end of the step before, least of all on a lost node.
+            env["SLURM_OVERLAP"] = "1"
+        if self.nodes != self.nodes_at_first:
+            env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)
+            env["SLURM_NNODES"] = str(len(self.nodes))
+        self.running, began = {"attempt": env["ATTEMPT_ID"], "start": time.time()}, time.time()
+        code = self.run(env)
+        status, failure = read_json(self.status_file), read_json(failure_file)
+        for file in (self.status_file, failure_file):
+            if file.exists():
+                file.unlink()
+        self.run_dir = status.get("run_dir") or self.run_dir
+        last = self.last_record() if status.get("state") else {}
+        start = status.get("start_step", 0)
+        end = max(start, status.get("global_step", 0), last.get("step", 0))
+        saved = max(start, status.get("saved_step", 0))
+        end_time = max(status.get("time", 0), last.get("time", 0))
+        cause, reason = self.cause(code, status, failure)
+        return {
+            "attempt": env["ATTEMPT_ID"],
+            "start": began,
+            "end": time.time(),
+            "start_step": start,
+            "end_step": end,
+            "saved_step": saved,
+            "recomputed": max(0, end - saved),
+            "train_seconds": max(0.0, end_time - status.get("began", end_time)),
+            "hosts": self.nodes or [HOST],
+            "world_size": status.get("world_size"),
+            "cause": cause,
+            "reason": reason,
+        }
+
+    def cause(self, code, status, failure):
+        """(one word, a sentence)"""
+        names = [name for name, _ in self.signals]
+        # A training whose launcher was killed is stopped by the kernel's SIGTERM, and saves.
+        orphaned = code in (-9, 137) and not self.signals
+        if status.get("state") in ("finished", "stopped") and not orphaned:
+            by_us = status["reason"] == "STOP file" and self.stopping_since
+            asked = ", ".join(names) or "time limit"
+            return status["state"], asked if by_us else status["reason"]
+        if code == 0 and not failure:
+            if self.stopping_since:
+                return "stopped", ", ".join(names) or "time limit"
+            return "ended", "exit code 0, but the training wrote no STATUS_FILE"
+        if failure.get("cause") not in WOULD_REPEAT and (lost := nodes_lost(self.nodes)):
+            self.nodes = [node for node in self.nodes if node not in lost]
+            return "node lost", ", ".join(lost)
+        if failure:
+            rank = f"rank {failure['rank']} on " if "rank" in failure else ""
+            return failure["cause"], f"{rank}{failure['host']}: {failure['reason']}"
+        if self.killed:
+            return "killed", "it did not stop in time, or you asked twice"
+        if code == 2:
+            return "configuration", "see the error above"
+        return "killed", f"exit code {code} and no error report; out of memory? (see dmesg)"
+
+    def run(self, env):
+        """Run COMMAND until it ends, or is killed. Returns its exit code."""
+        try:
+            child = subprocess.Popen(
+                self.command, env=env, start_new_session=True, preexec_fn=die_with_parent
+            )
+        except OSError as error:
+            log(f"error: cannot start {self.command[0]}: {error.strerror}")
+            return 2
+        while True:
+            try:
+                code = child.wait(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                self.look_after(child)
+        while code < 0 and self.signals and not self.killed and is_alive(child):
+            self.look_after(child)  # the scheduler has killed a shell, but its children are saving
+            time.sleep(0.2)
+        kill_group(child)  # what its first process may have left
+        for file in self.stop_files():
+            if self.stopping_since and file.exists():
+                file.unlink()
+        return code
+
+    def look_after(self, child):
+        """Note the run directory, pass on requests to stop, end a step that has lost a node."""
+        if self.running and (run_dir := read_json(self.status_file).get("run_dir")):
+            self.run_dir = run_dir
+            self.record({**self.running, "cause": "running"})
+            self.running = None
+        if len(self.nodes) > 1 and time.time() > self.asked_slurm + 20:
+            # A step that lost a node may neither end nor, the next one, begin.
+            missing = nodes_lost(self.nodes)
+            if missing and missing == self.missing:
+                log(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
+                kill_group(child)
+            self.asked_slurm, self.missing = time.time(), missing
+        reserve = min(120, (self.deadline - self.began) / 10)
+        out_of_time = time.time() > self.deadline - reserve
+        if (self.signals or out_of_time) and not self.stopping_since:
+            self.stopping_since = time.time()
+            reason = self.signals[0][0] if self.signals else "time limit"
+            log(f"{reason}: the training saves and stops; Ctrl-C again kills it")
+            for file in self.stop_files():
+                try:
+                    file.touch()
+                except OSError:
+                    pass
+        if self.stopping_since and not self.killed:
+            since = self.stopping_since
+            again = sum(name == "SIGINT" and when > since + 1 for name, when in self.signals)
+            if again or time.time() > since + self.stop_seconds:
+                self.killed = True
+                kill_group(child)
+
+    def stop_files(self):
+        return [self.stop_file, *([Path(self.run_dir) / "STOP"] if self.run_dir else [])]
+
+    def free_stale_lock(self):
+        """Remove the lock of a job that is gone: on NFS version 3, a lost node never frees it."""
+        file = Path(self.run_dir or self.directory) / "lock"
+        owner = re.match(r"attempt (\d+)\.", "\n".join(lines_of(file)))
+        if not owner or not job_is_gone(owner[1]):
+            return False
+        log(f"job {owner[1]} is gone, but still holds {file}: removing it")
+        file.unlink()
+        return True
+
+    # ----------------------------------------------------------------------- the attempt log
+
+    def log_file(self):
+        return Path(self.run_dir or self.directory) / "attempts.jsonl"
 
     def attempts(self):
-        return [record for line in lines_of(self.ledger) if (record := read_json(line))]
+        lines = lines_of(self.log_file())
+        return [record for record in map(parse_json, lines) if record.get("cause") != "running"]
 
-    def append(self, attempt):
+    def record(self, attempt):
+        """Add a line, in place of the one that told that this attempt is running.
+
+        Such a line of another attempt is one whose supervisor was killed: it ended before ours.
+        """
+        records = [parse_json(line) for line in lines_of(self.log_file())]
+        records = [r for r in records if r and r["attempt"] != attempt["attempt"]]
+        for old in records:
+            if old["cause"] == "running" and "start_step" in attempt:
+                step = attempt["start_step"]
+                old.update(start_step=step, end_step=step, saved_step=step, recomputed=0)
+                old.update(end=attempt["start"], train_seconds=0, hosts=[], world_size=None)
+                old.update(cause="killed", reason="together with its supervisor")
+        text = "".join(json.dumps(record) + "\n" for record in [*records, attempt])
+        new = self.log_file().with_name(f".attempts.{os.getpid()}.tmp")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with self.ledger.open("a") as file:
-                file.write(json.dumps(attempt) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            new.write_text(text)
+            new.replace(self.log_file())
         except OSError as error:
-            say(f"WARNING: cannot write {self.ledger}: {error}")
-
-    def make_up(self, status, saved):
-        """The line of an attempt whose supervisor was killed before it could write it."""
-        known = {attempt["attempt"] for attempt in self.attempts()}
-        number = number_of(status)
-        if not number or number in known or not {"began", "time"} <= status.keys():
-            return
-        ended = status["state"] in ("finished", "stopped")
-        record = {
-            "attempt": number,
-            "start": status["began"],
-            "end": status["time"],
-            "start_step": status["start_step"],
-            "end_step": status["global_step"],
-            "saved_step": saved,
-            "recomputed": max(0, status["global_step"] - saved),
-            "train_seconds": status["time"] - status["began"],
-            "hosts": status["hosts"],
-            "world_size": status["world_size"],
-            "cause": status["state"] if ended else "killed",
-            "reason": status["reason"] or "with its supervisor",
-        }
-        self.append(record)
-
-    def status(self):
-        return read_json("\n".join(lines_of(self.path / "status.json"))) or {}
-
-    def saved_step(self):
-        """Of the newest checkpoint."""
-        files = self.path.glob("checkpoint_*.json")
-        facts = (read_json("\n".join(lines_of(file))) or {} for file in files)
-        return max((int(fact.get("step", 0)) for fact in facts), default=0)
+            log(f"WARNING: cannot write {self.log_file()}: {error}")
 
     def last_record(self):
         """Of the training's metrics."""
-        records = [read_json(line) for line in lines_of(self.path / "metrics.jsonl")[-3:]]
-        return ([record for record in records if record] or [{}])[-1]
+        lines = lines_of(Path(self.run_dir) / "metrics.jsonl")[-3:] if self.run_dir else []
+        return ([record for record in map(parse_json, lines) if record] or [{}])[-1]
 
-    def crashes_without_progress(self):
-        """In a row, at the end of the ledger."""
-        vain = 0
-        for attempt in reversed(self.attempts()):
-            if attempt["cause"] in ("finished", "stopped"):
-                break
-            if attempt["saved_step"] > attempt["start_step"]:
-                break
-            vain += 1
-        return vain
-
-    def goodput(self):
-        """The share of the time since the first attempt began that became steps of the end's model.
-
-        An attempt's steps count as far as they were saved; evaluating and saving count as steps.
-        """
-        attempts = self.attempts()
-        if not attempts:
-            return "no attempt is on record"
-        wall = max(1e-9, attempts[-1]["end"] - attempts[0]["start"])
-        trained = sum(attempt["train_seconds"] for attempt in attempts)
-        lost = sum(
-            attempt["train_seconds"] * attempt["recomputed"] / max(1, steps_of(attempt))
-            for attempt in attempts
-        )
-        runs = "1 attempt" if len(attempts) == 1 else f"{len(attempts)} attempts"
-        return (
-            f"goodput {(trained - lost) / wall:.1%}: of {wall:.0f} s in {runs}, "
-            f"{trained - lost:.0f} became steps that count, {lost:.0f} steps that were lost, "
-            "the rest start-up and waiting"
-        )
+    def clean_up(self):
+        try:
+            self.directory.rmdir()  # unless an attempt log is there
+        except OSError:
+            pass
 
 
-def number_of(status):
-    """Of the attempt that a status.json tells of; 0 if it was not ours."""
-    match = re.search(r"\.(\d+)$", status.get("job", ""))
-    return int(match[1]) if match else 0
+def goodput(attempts):
+    """The share of the time since the first attempt began that became steps of the final model.
 
-
-def steps_of(attempt):
-    return attempt["end_step"] - attempt["start_step"]
+    Of an attempt, the steps count that were saved; evaluating and saving count as steps.
+    """
+    wall = max(1e-9, attempts[-1]["end"] - attempts[0]["start"])
+    trained = sum(attempt["train_seconds"] for attempt in attempts)
+    lost = sum(
+        a["train_seconds"] * a["recomputed"] / max(1, a["end_step"] - a["start_step"])
+        for a in attempts
+    )
+    noun = "attempt" if len(attempts) == 1 else "attempts"
+    return (
+        f"goodput {(trained - lost) / wall:.1%}: of {wall:.0f} s in {len(attempts)} {noun}, "
+        f"{trained - lost:.0f} s of steps that count, {lost:.0f} s of steps that were lost, "
+        "the rest start-up and waiting"
+    )
 
 
 def lines_of(path):
@@ -227,205 +396,24 @@ def lines_of(path):
         return []
 
 
-def read_json(text):
+def read_json(path):
+    return parse_json("\n".join(lines_of(path)))
+
+
+def parse_json(text):
+    """{} if it is not a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
-def job_id():
-    return os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+# ------------------------------------------------------------------------------------ processes
 
 
-def run_directory_of(command):
-    """What COMMAND will train in, as far as its words and its config tell."""
-    config = {}
-    if os.environ.get("TRAIN_SCRIPT", "train_distributed.py") != "train_distributed.py":
-        config["dir"] = f"logs/run_{job_id() or os.getpid()}"  # of your own script we know nothing
-    for word in command:
-        if word.endswith((".yaml", ".yml")):
-            for line in lines_of(Path(word.split("=")[-1])) if not config else []:
-                match = re.match(r"(checkpoint_dir|save_dir):\s*(.*?)\s*(#.*)?$", line)
-                if match and match[2].strip("'\"") not in ("", "null"):
-                    config["dir"] = match[2].strip("'\"")
-    found = config.get("dir", "checkpoints")
-    for word, following in zip(command, [*command[1:], ""]):
-        match = re.match(r"--(checkpoint[-_]dir|save[-_]dir)(=(.*))?$", word, re.DOTALL)
-        if match:
-            found = match[3] if match[2] else following
-    return found
-
-
-class Launch:
-    """COMMAND, started as often as needed."""
-
-    def __init__(self, command, run, scratch, patience):
-        self.command, self.run, self.patience = command, run, patience
-        self.stop_file = scratch / "STOP"
-        self.signals = []  # (name, time), as they came
-        self.count = 0  # of attempts
-        self.looked, self.missing = 0.0, []  # when we asked Slurm which nodes it misses; its answer
-        self.nodes = self.nodes_at_first = nodes_of_job()
-        self.is_ended = False  # by us, before it stopped by itself
-        self.stopping_since = None
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-            number = getattr(signal, name)
-            if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                signal.signal(
-                    number, lambda n, _: self.signals.append((signal.Signals(n).name, time.time()))
-                )
-
-    def again(self):
-        job = os.environ.get("SLURM_JOB_ID")
-        return f"scontrol requeue {job}" if job else " ".join(map(shlex.quote, sys.argv))
-
-    def attempt(self, before):
-        """One launch to its end: its line for the ledger. `before` is the status before it."""
-        known = [attempt["attempt"] for attempt in self.run.attempts()]
-        number = 1 + max([*known, number_of(before)])
-        self.count += 1
-        job = job_id()
-        nonce = f"{job or f'{socket.gethostname()}:{os.getpid()}'}.{number}"
-        ours = f"{socket.gethostname()}_{os.getpid()}_{number}"
-        failure = self.run.path / f".failure_{ours}.json"
-        env = {
-            **os.environ,
-            "RUN_NONCE": nonce,
-            "STOP_FILE": str(self.stop_file),
-            "ATTEMPT": str(self.count),
-        }
-        if self.count > 1:
-            # Slurm may not have seen the end of the step before, least on a lost node.
-            env["SLURM_OVERLAP"] = "1"
-        env.update(self.environment_of_nodes(), FAILURE_FILE=str(failure.absolute()))
-        if deadline := end_of_job():
-            env.setdefault("DEADLINE", str(deadline))
-        try:
-            self.run.path.mkdir(parents=True, exist_ok=True)
-            failure.unlink()
-        except OSError:
-            pass  # the trainer will say what is wrong with it
-        start_step, kills, began = self.run.saved_step(), oom_kills(), time.time()
-        code = self.start(env)
-        status = self.run.status()
-        told = status if status.get("job") == nonce else {}
-        why = read_json("\n".join(lines_of(failure))) or {}
-        if failure.exists():
-            failure.unlink()
-        start_step = told.get("start_step", start_step)
-        last = self.run.last_record() if told else {}
-        end_step = max(start_step, told.get("global_step", 0), last.get("step", 0))
-        end_time = max(told.get("time", 0), last.get("time", 0))
-        saved = max(self.run.saved_step(), start_step)
-        cause, reason = self.cause(code, told, why, kills)
-        if told.get("state") == "running":
-            self.mark_failed(told, cause, reason)
-        return {
-            "attempt": number,
-            "start": began,
-            "end": time.time(),
-            "start_step": start_step,
-            "end_step": end_step,
-            "saved_step": saved,
-            "recomputed": max(0, end_step - saved),
-            "train_seconds": max(0.0, end_time - told.get("began", end_time)),
-            "hosts": told.get("hosts", self.nodes or [socket.gethostname()]),
-            "world_size": told.get("world_size"),
-            "cause": cause,
-            "reason": reason,
-        }
-
-    def mark_failed(self, told, cause, reason):
-        """So that nobody takes a run that was killed for one that is running."""
-        told.update(state="failed", reason=f"{cause}: {reason}")
-        new = self.run.path / ".status.json.new"
-        try:
-            new.write_text(json.dumps(told, indent=1))
-            new.replace(self.run.path / "status.json")
-        except OSError:
-            pass
-
-    def cause(self, code, told, why, kills):
-        """(one word, a sentence)"""
-        orphaned = told.get("reason") == "SIGTERM" and code in (-9, 137) and not self.signals
-        if told.get("state") in ("finished", "stopped") and not orphaned:
-            heard = " ".join(name for name, _ in self.signals)
-            by_us = "STOP" in told["reason"] and self.stopping_since
-            return told["state"], heard if by_us else told["reason"]
-        if code == 0 and not told and not why:
-            return "finished", ""  # a script of your own, which writes no status
-        if (why or {}).get("cause") not in HOPELESS and (lost := nodes_lost(self.nodes)):
-            self.nodes = [node for node in self.nodes if node not in lost]
-            return "node lost", ", ".join(lost)
-        if why:
-            rank = "" if why.get("rank") is None else f"rank {why['rank']} on "
-            return why["cause"], f"{rank}{why['host']}: {why['reason']}"
-        if self.is_ended:
-            return "killed", "it did not stop in time, or you asked twice"
-        if code == 2:
-            return "configuration", "it is told above"
-        if oom_kills() > kills:
-            return "out of memory", f"the kernel of {socket.gethostname()} has killed a process"
-        return "killed", f"without a word of its own (exit code {code})"
-
-    def environment_of_nodes(self):
-        """For the Slurm scripts: the nodes that are left."""
-        if not self.nodes or self.nodes == self.nodes_at_first:
-            return {}
-        return {"SLURM_JOB_NODELIST": ",".join(self.nodes), "SLURM_NNODES": str(len(self.nodes))}
-
-    def start(self, env):
-        """Run COMMAND until it ends, or we end it. Returns its exit code."""
-        try:
-            child = subprocess.Popen(
-                self.command, env=env, start_new_session=True, preexec_fn=die_with_parent
-            )
-        except OSError as error:
-            say(f"error: cannot start {self.command[0]}: {error.strerror}")
-            return 2
-        while True:
-            try:
-                code = child.wait(timeout=0.2)
-                break
-            except subprocess.TimeoutExpired:
-                self.look_after(child)
-        while code < 0 and self.signals and not self.is_ended and lives(child):
-            self.look_after(child)  # the scheduler has ended a shell, and its children save
-            time.sleep(0.2)
-        end_group(child)  # what its first process may have left
-        for file in (self.stop_file, self.run.path / "STOP"):
-            if self.stopping_since and file.exists():
-                file.unlink()
-        return code
-
-    def look_after(self, child):
-        if len(self.nodes) > 1 and time.time() > self.looked + 20:
-            # A step that lost a node may neither end nor, the next one, begin.
-            missing = nodes_lost(self.nodes)
-            if missing and missing == self.missing:
-                say(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
-                end_group(child)
-            self.looked, self.missing = time.time(), missing
-        if self.signals and not self.stopping_since:
-            self.stopping_since = time.time()
-            say(f"{self.signals[0][0]}: the training saves and stops; Ctrl-C again ends it at once")
-            for file in (self.stop_file, self.run.path / "STOP"):
-                try:
-                    file.touch()
-                except OSError:
-                    pass
-        if self.stopping_since and not self.is_ended:
-            first = self.signals[0][1]
-            again = any(name == "SIGINT" and when > first + 1 for name, when in self.signals)
-            if again or time.time() > first + self.patience:
-                self.is_ended = True
-                end_group(child)
-
-
-def end_group(child):
-    """SIGTERM; SIGINT, for our launchers `at once`; SIGKILL. Returns when its group is gone."""
+def kill_group(child):
+    """SIGTERM; SIGINT, at which our launchers kill all; SIGKILL. Returns when all are gone."""
     for number, seconds in ((signal.SIGTERM, 2), (signal.SIGINT, 6), (signal.SIGKILL, 5)):
         try:
             os.killpg(child.pid, number)
@@ -433,13 +421,13 @@ def end_group(child):
             return
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if not lives(child):
+            if not is_alive(child):
                 return
             time.sleep(0.05)
 
 
-def lives(child):
-    """Whether anything of its process group does."""
+def is_alive(child):
+    """Whether anything of its process group is."""
     child.poll()
     try:
         os.killpg(child.pid, 0)
@@ -449,24 +437,21 @@ def lives(child):
 
 
 def die_with_parent():
-    """Should we be killed, the launch stops as well; in sbatch Slurm sees to that, more gently."""
+    """If supervise.py is killed, the launch stops; in sbatch Slurm does that, more gently."""
     if sys.platform == "linux" and os.environ.get("ENVIRONMENT") != "BATCH":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def oom_kills():
-    """How many processes this machine's kernel has killed for want of memory."""
-    for line in lines_of(Path("/proc/vmstat")):
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
 
 
 # ---------------------------------------------------------------------------------------- Slurm
 
 
+def job_name():
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+    return job or f"{HOST}-{os.getpid()}"
+
+
 def slurm(*command):
-    """What a command of Slurm's prints; None if it fails."""
+    """What a command of Slurm prints; None if it fails."""
     try:
         result = subprocess.run(command, capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -474,15 +459,8 @@ def slurm(*command):
     return result.stdout.decode() if result.returncode == 0 else None
 
 
-def job_facts():
-    """`scontrol show job` as a dictionary; {} outside of a job."""
-    job = os.environ.get("SLURM_JOB_ID")
-    text = slurm("scontrol", "show", "job", job) if job else None
-    return dict(re.findall(r"(\w+)=(\S*)", text or ""))
-
-
 def end_of_job():
-    """When its time is up, in seconds since 1970; None if nobody knows."""
+    """In seconds since 1970; None if it is not known."""
     job = os.environ.get("SLURM_JOB_ID")
     if os.environ.get("SLURM_JOB_END_TIME"):
         return float(os.environ["SLURM_JOB_END_TIME"])
@@ -499,27 +477,34 @@ def nodes_of_job():
 
 
 def nodes_lost(nodes):
-    """Those that Slurm does not hear from; not the one that we run on."""
+    """Those that Slurm does not hear from; never the one that this runs on."""
     nodes = [node for node in nodes if node != os.environ.get("SLURMD_NODENAME")]
     if not nodes:
         return []
     text = slurm("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format=%N %T")
-    if text is None:
-        return []
-    states = dict(line.split() for line in text.splitlines())
+    states = dict(line.split() for line in (text or "").splitlines())
     return [n for n in nodes if re.search(r"down|fail|unknown|\*$", states.get(n, ""))]
 
 
+def job_is_gone(job):
+    """Whether Slurm answers, and no longer knows the job, or knows that it has ended."""
+    if slurm("sinfo", "--noheader") is None:
+        return False
+    state = slurm("squeue", "--noheader", "--states=all", "--job", job, "--format=%T")
+    return (state or "").strip() not in ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
+
+
 def requeue():
-    """Whether this job will start again by itself."""
-    job, state = os.environ.get("SLURM_JOB_ID"), job_facts().get("JobState")
+    """Whether this Slurm job will start again by itself."""
+    job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return False
-    if state != "RUNNING":
-        say(f"job {job} is {state}: the rest is up to Slurm")
+    facts = dict(re.findall(r"(\w+)=(\S*)", slurm("scontrol", "show", "job", job) or ""))
+    if facts.get("JobState") != "RUNNING":
+        log(f"job {job} is {facts.get('JobState')}: the rest is up to Slurm")
         return True
-    say(f"requeueing job {job}")
-    # It ends this job at once; whatever must be on disk is.
+    log(f"requeueing job {job}")
+    # This ends the job at once, so everything must be on disk by now.
     return slurm("scontrol", "requeue", job) is not None
 
 

@@ -50,8 +50,8 @@ launch() {
 # train RUN OPTIONS...: to step 20.
 train() {
   launch "$1" --checkpoint-dir "$directory/$1" --stop-at-step 20 --checkpoint-every-steps 10 \
-    --batch-size 8 --epochs 100 --warmup-epochs 0 --deterministic --init-timeout 60 \
-    --collective-timeout 60 "${@:2}"
+    --batch-size 8 --epochs 100 --warmup-epochs 0 --deterministic --hang-timeout 60 \
+    "${@:2}"
 }
 
 # compare A B: are the weights and the optimizer's state of the two checkpoints the same?

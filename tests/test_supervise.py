@@ -1,0 +1,356 @@
+"""What supervise.py does about each end of a training, and what it prints and writes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+from harness import REPO, SLOW_TO_SAVE, load
+
+SUPERVISE = REPO / "scripts" / "supervise.py"
+TRAIN = [sys.executable, REPO / "scripts/guard.py", REPO / "train_distributed.py"]
+FOREVER = "--epochs=1000000"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(*command, **environment): a running supervise.py, killed when the test ends."""
+    processes = []
+
+    def start(*command, cwd=REPO, **env):
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
+        env = {"OMP_NUM_THREADS": "1", "LOG_DIR": str(tmp_path / "logs")} | env
+        process = subprocess.Popen(
+            [sys.executable, SUPERVISE, *map(str, command)],
+            cwd=cwd,
+            env=inherited | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.stdout.close()
+
+
+@pytest.fixture
+def supervise(start):
+    """supervise(*command, **environment): (exit code, output)"""
+
+    def supervise(*command, **more):
+        process = start(*command, **more)
+        text, _ = process.communicate(timeout=180)
+        return process.returncode, text
+
+    return supervise
+
+
+def attempts(directory) -> list[dict]:
+    (file,) = directory.rglob("attempts.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def causes(directory) -> list[str]:
+    return [attempt["cause"] for attempt in attempts(directory)]
+
+
+def wait_for_step(run, step: int) -> None:
+    deadline, metrics = time.monotonic() + 120, run / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+CRASH = [sys.executable, "-c", "raise SystemExit(1)"]
+
+
+def test_crashes_without_progress_are_retried_twice(tmp_path, supervise):
+    code, text = supervise(*CRASH)
+    assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 3
+    assert "error: killed at step 0: exit code 1 and no error report" in text
+    assert "Giving up: 3 crashes without progress. Once that is fixed, resume: " in text
+
+
+def test_there_are_no_more_restarts_than_max_restarts(tmp_path, supervise):
+    code, text = supervise(*CRASH, MAX_RESTARTS="1")
+    assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 2
+    assert "Giving up: after 1 restarts" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "said"),
+    [
+        (["--epochs=nil"], "configuration", "--epochs"),
+        (["--lr=1e18", "--warmup-epochs=0"], "NaN", "lower --lr"),
+    ],
+)
+def test_an_error_that_would_repeat_is_not_retried(tmp_path, tiny, supervise, options, cause, said):
+    command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run", *options]
+    code, text = supervise(*command)
+    assert code == (2 if cause == "configuration" else 1), text
+    assert causes(tmp_path) == [cause]
+    last = text.splitlines()[-1]
+    assert f"supervise.py: error: {cause} at step " in last and said in last
+    assert "a restart would not help" in last
+
+
+def test_ctrl_c_stops_saves_and_tells_how_to_resume(tmp_path, tiny, start, supervise):
+    command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run"]
+    process = start(*command, FOREVER)
+    wait_for_step(tmp_path / "run", 5)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, text
+    assert "SIGINT: the training saves and stops; Ctrl-C again kills it" in text
+    assert f"supervise.py: stopped (SIGINT); to resume: {SUPERVISE} {sys.executable} " in text
+    assert causes(tmp_path) == ["stopped"] and not (tmp_path / "run/STOP").exists()
+    step = json.loads((tmp_path / "run/status.json").read_text())["global_step"]
+    code, text = supervise(*command, FOREVER, f"--stop-at-step={step + 3}")
+    assert code == 0 and f"at step {step}\n" in text
+    assert not list((tmp_path / "logs").iterdir())  # nothing is left but the run directory's log
+
+
+def test_a_closed_terminal_stops_the_training_and_is_logged(tmp_path, tiny, start):
+    process = start(*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run", FOREVER)
+    wait_for_step(tmp_path / "run", 5)
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 0
+    (attempt,) = attempts(tmp_path)
+    assert (attempt["cause"], attempt["reason"]) == ("stopped", "SIGHUP")
+
+
+IGNORES_SIGTERM = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(99)
+"""
+
+
+def test_a_second_ctrl_c_kills_what_does_not_stop(start):
+    process = start(sys.executable, "-c", IGNORES_SIGTERM)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Giving up: as you asked" in text
+
+
+def test_a_scheduler_that_kills_the_shell_around_it_lets_the_training_save(tmp_path, start):
+    script, launcher = tmp_path / "slow_to_save.py", tmp_path / "launch.sh"
+    script.write_text(SLOW_TO_SAVE)
+    launcher.write_text(f"{sys.executable} {script} --to={tmp_path}\n: or bash would exec it\n")
+    env = {"RANK": "0", "SAVE_SECONDS": "4", "TRAIN_SCRIPT": str(script)}
+    process = start("bash", launcher, **env)
+    assert process.stdout.readline() == "ready\n"
+    shell = int(subprocess.check_output(["pgrep", "-P", str(process.pid)]))
+    process.send_signal(signal.SIGTERM)
+    os.killpg(shell, signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert (tmp_path / "saved0").exists()
+
+
+def test_a_killed_supervisor_leaves_no_training_behind_and_the_next_one_logs_it(
+    tmp_path, tiny, start, supervise
+):
+    run = tmp_path / "run"
+    process = start(*TRAIN, *tiny, f"--checkpoint-dir={run}", FOREVER)
+    wait_for_step(run, 5)
+    (training,) = map(int, subprocess.check_output(["pgrep", "-P", str(process.pid)]).split())
+    process.kill()
+    try:
+        process.communicate(timeout=30)  # the training has the other end of the pipe
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(training, signal.SIGKILL)
+    step = json.loads((run / "status.json").read_text())["global_step"]
+    code, text = supervise(*TRAIN, *tiny, f"--checkpoint-dir={run}", f"--stop-at-step={step}")
+    assert code == 0, text
+    first, second = attempts(run)
+    assert (first["cause"], first["saved_step"]) == ("killed", step)
+    assert first["reason"] == "together with its supervisor"
+    assert second["start_step"] == step
+
+
+ORPHANED = """#!/usr/bin/env bash
+"$@" --stop-at-step=20 &
+if [[ "$ATTEMPT" == 1 ]]; then
+  until [[ "$(wc -l <"$METRICS")" -gt 2 ]] 2>/dev/null; do sleep 0.1; done
+  kill -TERM $!  # as its kernel does when its launcher dies
+  wait
+  kill -KILL $$
+fi
+wait
+"""
+
+
+def test_a_training_that_stopped_because_its_launcher_was_killed_is_resumed(
+    tmp_path, tiny, supervise
+):
+    run, launcher = tmp_path / "run", tmp_path / "launcher.sh"
+    launcher.write_text(ORPHANED)
+    command = ["bash", launcher, *TRAIN, *tiny, f"--checkpoint-dir={run}"]
+    code, text = supervise(*command, METRICS=str(run / "metrics.jsonl"))
+    assert code == 0 and causes(run) == ["killed", "stopped"], text
+
+
+def test_a_second_supervisor_leaves_the_attempt_log_of_the_first_alone(
+    tmp_path, tiny, start, supervise
+):
+    run = tmp_path / "run"
+    command = [*TRAIN, *tiny, f"--checkpoint-dir={run}", FOREVER]
+    first = start(*command)
+    wait_for_step(run, 5)
+    before = (run / "attempts.jsonl").read_text()
+    code, text = supervise(*command)
+    assert code == 2 and "is in use by" in text and "a restart would not help" in text
+    assert (run / "attempts.jsonl").read_text() == before
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert first.returncode == 0 and causes(run) == ["stopped"]
+
+
+def test_a_command_that_does_not_exist_touches_nothing(tmp_path, supervise):
+    code, text = supervise("no-such-command")
+    assert text == "supervise.py: error: cannot start no-such-command: there is no such program\n"
+    assert code == 2 and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------- what the training tells it
+
+
+def test_the_attempt_log_is_in_the_run_directory_wherever_supervise_is_called(
+    tmp_path, tiny, supervise
+):
+    """With a relative --checkpoint-dir, which only the training can resolve."""
+    (tmp_path / "elsewhere").mkdir()
+    launcher = tmp_path / "launcher.sh"
+    launcher.write_text(f'cd {tmp_path}/elsewhere && exec "$@"\n')
+    command = ["bash", launcher, *TRAIN, *tiny, "--epochs=1", "--save-dir=my run"]
+    code, text = supervise(*command, cwd=tmp_path)
+    assert code == 0, text
+    assert [file.parent for file in tmp_path.rglob("attempts.jsonl")] == [
+        tmp_path / "elsewhere" / "my run"
+    ]
+
+
+def test_a_dry_run_writes_no_attempt_log(tmp_path, supervise):
+    launcher = REPO / "scripts/ssh/launch_singlenode.sh"
+    words = [launcher, "configs/default_config.yaml", "2", f"--checkpoint-dir={tmp_path}/run"]
+    code, text = supervise(*words, DRY_RUN="1", PYTHON=sys.executable)
+    assert code == 0 and "train_distributed.py" in text
+    assert not list(tmp_path.rglob("*attempts*")) and not (tmp_path / "run").exists()
+
+
+def test_exit_code_0_without_a_status_is_not_called_finished(tmp_path, supervise):
+    code, text = supervise(sys.executable, "-c", "print('nothing more to say')")
+    assert code == 0 and "finished" not in text
+    assert causes(tmp_path / "logs") == ["ended"]
+
+
+OWN_SCRIPT = """
+import json, os, sys, time
+step = int(open("step").read()) if os.path.exists("step") else 0
+def tell(state, reason=""):
+    status = dict(run_dir=os.getcwd(), state=state, reason=reason, start_step=step)
+    status.update(global_step=now, saved_step=now, world_size=1, began=0, time=time.time())
+    open(os.environ["STATUS_FILE"], "w").write(json.dumps(status))
+for now in range(step, 1000):
+    tell("running")
+    if os.path.exists(os.environ["STOP_FILE"]):
+        open("step", "w").write(str(now))
+        tell("stopped", "STOP file")
+        sys.exit()
+    if len(sys.argv) > 1 and now == step + 2:
+        open("step", "w").write(str(now))
+        tell("running")
+        sys.exit(1)
+    time.sleep(0.05)
+"""
+
+
+def test_a_script_of_ones_own_is_stopped_by_the_clock_that_it_cannot_read(tmp_path, supervise):
+    (tmp_path / "own.py").write_text(OWN_SCRIPT)
+    command = [sys.executable, tmp_path / "own.py"]
+    code, text = supervise(*command, cwd=tmp_path, MAX_DURATION="2")
+    assert code == 0 and "time limit: the training saves and stops" in text
+    (attempt,) = attempts(tmp_path)
+    assert (attempt["cause"], attempt["reason"]) == ("stopped", "time limit")
+    assert (tmp_path / "step").exists()
+
+
+def test_crashes_with_progress_are_retried_until_max_restarts(tmp_path, supervise):
+    (tmp_path / "own.py").write_text(OWN_SCRIPT)
+    command = [sys.executable, tmp_path / "own.py", "crash"]
+    code, text = supervise(*command, cwd=tmp_path, MAX_RESTARTS="5")
+    assert code == 1 and "Giving up: after 5 restarts" in text, text
+    assert [(a["start_step"], a["saved_step"]) for a in attempts(tmp_path)] == [
+        (2 * n, 2 * n + 2) for n in range(6)
+    ]
+
+
+# ------------------------------------------------------------------------ what Slurm tells it
+
+
+@pytest.fixture
+def supervisor(monkeypatch, tmp_path):
+    """A Supervisor that has not started anything, on two nodes."""
+    module = load(SUPERVISE)
+    monkeypatch.setattr(module, "nodes_of_job", lambda: ["n1", "n2"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return module, module.Supervisor(["true"], tmp_path, tmp_path, 1, 1e9)
+
+
+def test_a_user_error_is_one_even_while_slurm_does_not_hear_from_a_node(supervisor, monkeypatch):
+    module, us = supervisor
+    monkeypatch.setattr(module, "nodes_lost", lambda nodes: ["n2"])
+    failure = {"cause": "configuration", "reason": "no", "host": "n1", "rank": 0}
+    assert us.cause(2, {}, failure)[0] == "configuration"
+    assert us.nodes == ["n1", "n2"]
+    assert us.cause(1, {}, failure | {"cause": "exception"}) == ("node lost", "n2")
+    assert us.nodes == ["n1"]
+
+
+def test_the_node_that_it_runs_on_is_not_lost(supervisor, monkeypatch):
+    module, _ = supervisor
+    monkeypatch.setattr(module, "slurm", lambda *_: "n1 allocated*\nn2 down*\nn3 mixed\n")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert module.nodes_lost(["n1", "n2", "n3"]) == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "freed"), [("", True), (None, True), ("COMPLETED\n", True), ("RUNNING\n", False)]
+)
+def test_the_lock_of_a_job_that_slurm_has_forgotten_is_removed(
+    supervisor, monkeypatch, tmp_path, state, freed
+):
+    module, us = supervisor
+    us.run_dir, lock = str(tmp_path), tmp_path / "lock"
+    lock.write_text("attempt 123.2, process 77 on n9")
+    monkeypatch.setattr(module, "slurm", lambda *words: state if words[0] == "squeue" else "idle")
+    assert us.free_stale_lock() == freed
+    assert lock.exists() != freed
+
+
+def test_a_lock_is_not_removed_while_slurm_does_not_answer_or_knows_nothing_of_its_owner(
+    supervisor, monkeypatch, tmp_path
+):
+    module, us = supervisor
+    us.run_dir, lock = str(tmp_path), tmp_path / "lock"
+    monkeypatch.setattr(module, "slurm", lambda *words: None)
+    for owner in ("attempt 123.2, process 77 on n9", "attempt laptop-7.1, process 8 on laptop"):
+        lock.write_text(owner)
+        assert not us.free_stale_lock() and lock.exists()
+        monkeypatch.setattr(module, "slurm", lambda *words: "")
