@@ -11,6 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -37,14 +38,14 @@ BF16_PRODUCT = [sys.executable, "-c", BF16_PRODUCT]
 SHARED_MNIST = REPO.parent / "shared" / "data"
 LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)|RANK$|WORLD_SIZE$")
 
-# Writes down the sample ids of each (step, micro-batch) as the loader takes them from the sampler.
+# Writes down the samples of each (step, micro-batch) as the loader takes them from the sampler.
 RECORD = """if True:
-    import json
+    import json, os
     from train_distributed import MicroBatchSampler
 
     def recorded(self, inner=MicroBatchSampler.__iter__):
-        batches = inner(self)
-        with open(RECORDS, "a") as file:
+        batches, rank = inner(self), os.environ.get("RANK", "0")
+        with open(f"{DIRECTORY}-samples{rank}.jsonl", "a") as file:
             for step in range(self.first_step, self.steps_per_epoch):
                 for micro in self.local_micro_batches:
                     keys, (begin, end, _) = next(batches), self.bounds(step, micro)
@@ -225,7 +226,7 @@ def bf16_settings(command: list[str]) -> dict[str, str] | None:
     return None
 
 
-def _rank(argv: list[str], env: dict[str, str], log: str, before: str | None) -> None:
+def _rank(argv: list[str], env: dict[str, str], log: str, before: str) -> None:
     for number, name in ((1, f"{log}.out"), (2, f"{log}.err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -235,46 +236,43 @@ def _rank(argv: list[str], env: dict[str, str], log: str, before: str | None) ->
     os.environ.update(env)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as by default
-    import train_distributed
+    exec(before, {"argv": argv})
+    sys.argv = argv
+    if argv[0].endswith("guard.py"):
+        sys.path[0] = str(Path(argv[0]).parent)
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        import train_distributed
 
-    if before:  # for faults, and for what is not here, such as a download server
-        exec(before, {"argv": argv})
-    sys.exit(train_distributed.main(argv))
+        train_distributed.main(argv[1:])
 
 
-def launch(
-    directory: Path,
+def run_ranks(
     ranks: int,
-    *options: str,
-    env: dict[str, str] | None = None,
-    rank_env=lambda rank: {},
-    before: str | None = None,
-    timeout: float = 120,
+    *command: str,
+    env=lambda rank: {},
+    before: str = "",
     during=None,
-    record: bool = False,
+    timeout: float = 120,
+    directory: Path | None = None,
 ) -> Result:
-    """Train with so many ranks, as torchrun would start and end them.
+    """Run the trainer or guard.py with so many ranks, as torchrun would start and end them.
 
-    `before` is Python code that each rank executes first; `during(processes)` may interfere. With
-    record, Result.samples() tells what they consumed (if the loader has no workers, which read
-    ahead).
+    env(rank) are variables besides torchrun's; None takes one away. `before` is Python code that
+    each rank executes first; `during(processes)` may interfere.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
-    logs = tempfile.mkdtemp(prefix="launch-")
-    processes = []
+    logs, processes = tempfile.mkdtemp(prefix="ranks-"), []
     for rank in range(ranks):
-        variables = {"OMP_NUM_THREADS": "1"}
-        if ranks > 1:
-            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            variables |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-            variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_RESTART_COUNT": "0"}
-            variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        variables |= env or {}
-        variables |= rank_env(rank)
-        argv = [f"--checkpoint-dir={directory}", *map(str, options)]
-        records = f"RECORDS = {f'{directory}-samples{rank}.jsonl'!r}\n{RECORD}\n" if record else ""
-        prelude = records + (before or "")
-        process = context.Process(target=_rank, args=(argv, variables, f"{logs}/{rank}", prelude))
+        variables = {
+            **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "OMP_NUM_THREADS": 1},
+            **{"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0},
+            **env(rank),
+        }
+        variables = {name: str(value) for name, value in variables.items() if value is not None}
+        arguments = list(map(str, command)), variables, f"{logs}/{rank}", before
+        process = context.Process(target=_rank, args=arguments)
         process.start()
         processes.append(process)
     try:
@@ -291,6 +289,29 @@ def launch(
     shutil.rmtree(logs)
     assert not late, f"ranks {late} still ran after {timeout} s\n" + "\n".join(out + err)
     return Result([process.exitcode for process in processes], out, err, directory)
+
+
+NO_LAUNCHER = dict.fromkeys(
+    [
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+    ]
+)
+
+
+def launch(
+    directory: Path, ranks: int, *options: str, env: dict | None = None, record=False, **more
+) -> Result:
+    """run_ranks() for the trainer with this run directory. A single rank has no launcher.
+
+    With record, Result.samples() tells what the ranks consumed (if the loader has no workers,
+    which read ahead).
+    """
+    variables = (NO_LAUNCHER if ranks == 1 else {}) | (env or {})
+    if record:
+        more["before"] = f"DIRECTORY = {str(directory)!r}\n{RECORD}\n" + more.get("before", "")
+    command = [PLAIN[1], f"--checkpoint-dir={directory}", *options]
+    return run_ranks(ranks, *command, env=lambda rank: variables, directory=directory, **more)
 
 
 def join_like_torchrun(processes, deadline: float) -> None:
