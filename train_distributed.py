@@ -122,17 +122,18 @@ def parse_config(argv: list[str], parser: argparse.ArgumentParser | None = None)
     def fail(message: str) -> None:
         unknown = message.partition("unrecognized arguments: ")[2].split("=")[0]
         near = difflib.get_close_matches(unknown, parser._option_string_actions, n=1)
-        raise UserError(message + "".join(f", did you mean {name}?" for name in near))
+        where = f"{file}: " if words else ""  # the command line comes first, without the file
+        raise UserError(where + message + "".join(f", did you mean {name}?" for name in near))
 
     parser.error = fail
     if file := parser.parse_args(argv).config:
-        with explain(file, OSError, ValueError, AttributeError, yaml.YAMLError):
+        with explain(f"{file} needs lines like `epochs: 5`", OSError, ValueError, yaml.YAMLError):
             # BaseLoader makes nothing but strings, lists and dicts: `amp: off` stays "off".
             options = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
             for key, value in dict(options or {}).items():
                 flag = key.replace("_", "-")
                 switches = {"true": [f"--{flag}"], "false": [f"--no-{flag}"], "": [], "null": []}
-                words += switches.get(value.lower(), [f"--{flag}={value}"])
+                words += switches.get(str(value).lower(), [f"--{flag}={value}"])
     return parser.parse_args(words + argv)
 
 
@@ -189,11 +190,6 @@ def on_rank_0(world: World, function, *arguments):
         time.sleep(world.rank > 0)  # let rank 0 print it: the first exit makes a launcher end all
         raise SystemExit(2) if world.rank else outcome[0]
     return outcome[0]
-
-
-def fail(text: str, cause: str = "configuration") -> None:
-    """Raise UserError. on_rank_0(world, fail, ...) tells of an error that all ranks find once."""
-    raise UserError(text, cause)
 
 
 def log(text: str, stream=None) -> None:
@@ -268,12 +264,14 @@ def get_datasets(cfg: argparse.Namespace) -> tuple[Dataset, Dataset, DataSpec]:
             train, val = (transforms.Compose([*t, transforms.PILToTensor()]) for t in (crop, plain))
             train = torchvision.datasets.ImageFolder(Path(cfg.data_dir, "train"), train)
             val = torchvision.datasets.ImageFolder(Path(cfg.data_dir, "val"), val)
+            if train.classes != val.classes:
+                raise UserError(f"{train.root} and {val.root} differ in their classes")
             return train, val, DataSpec(3, size, len(train.classes))
         shipped = cfg.dataset == "mnist_sample"  # with this file
         root = Path(__file__).with_name("data") / "mnist_sample" if shipped else Path(cfg.data_dir)
         parts = [torchvision.datasets.MNIST(root, t, download=not shipped) for t in (True, False)]
     size, channels = cfg.image_size or 28, 1 if cfg.model == "simple_convnet" else 3
-    resize = transforms.Compose([transforms.Resize(size), transforms.Grayscale(channels)])
+    resize = transforms.Compose([transforms.Resize(size), lambda i: i.expand(-1, channels, -1, -1)])
     sets = (InMemoryImages(resize(part.data[:, None]), part.targets) for part in parts)
     return *sets, DataSpec(channels, size, 10, (0.1307,), (0.3081,))
 
@@ -323,10 +321,8 @@ class MicroBatchSampler:
         cfg.global_batch_size = total = cfg.global_batch_size or cfg.batch_size * world.world_size
         self.global_batch_size, self.per_step = total, total // cfg.batch_size
         if total % cfg.batch_size or self.per_step < world.world_size:
-            text = (
-                f"--batch-size must divide {total} into at least {world.world_size} micro-batches"
-            )
-            on_rank_0(world, fail, f"{text}, one for each rank")
+            text = f"into at least {world.world_size} micro-batches, one for each rank"
+            raise UserError(f"--batch-size must divide {total} {text}")
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.local_micro_batches = range(first, end)
         self.steps_per_epoch = -(-samples // total)
@@ -500,8 +496,8 @@ def load_checkpoint(path: Path) -> dict:
         if damaged := zipfile.ZipFile(path).testzip():
             raise ValueError(f"wrong CRC-32 of {damaged}")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if path.stem.startswith("checkpoint_") and path.stem != state["name"]:
-            raise ValueError(f"it holds {state['name']}")
+        if path.stem != (name := state["name"]) and path.stem.startswith("checkpoint_"):
+            raise ValueError(f"it holds {name}")
         return state
 
 
@@ -513,8 +509,8 @@ def find_checkpoint(cfg: argparse.Namespace, directory: RunDirectory) -> Path | 
             return torch.load(path, mmap=True, weights_only=True)["global_step"]
         return math.inf  # not readable: load_checkpoint() says why
 
-    saved = sorted(directory.path.glob("checkpoint_*.pt"), key=step_of, reverse=True)
-    if saved and cfg.resume == "none" or Path(cfg.resume) in saved[1:]:
+    saved = sorted(directory.path.resolve().glob("checkpoint_*.pt"), key=step_of, reverse=True)
+    if saved and cfg.resume == "none" or Path(cfg.resume).resolve() in saved[1:]:
         raise UserError(f"{saved[0]} is in the way of --resume {cfg.resume}: delete or move it")
     for path in saved:
         try:
@@ -544,6 +540,7 @@ STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sig
 class StopFlag:
     """Whether and why to stop: a signal, a file or the clock. A second Ctrl-C ends the process."""
 
+    @explain("DEADLINE should be a time in seconds since 1970", ValueError)
     def __init__(self, directory: Path):
         self.reason, self.since = "", math.inf
         self.files = directory / "STOP", Path(os.environ.get("STOP_FILE", directory / "STOP"))
@@ -600,6 +597,8 @@ class Run:
         for stage in self.model.children() if cfg.activation_checkpointing else ():
             for block in stage.children():  # of a ResNet: keep the input, compute the rest twice
                 block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+                for norm in (m for m in block.modules() if isinstance(m, nn.BatchNorm2d)):
+                    norm.momentum = 1 - (1 - norm.momentum) ** 0.5  # it sees each batch twice
         if cfg.compile:  # in place, so names in checkpoints stay; one graph per shape, because a
             self.model.compile(dynamic=False)  # graph for any shape depends on which came first
         self.ddp, self.optimizer = self.model, build_optimizer(cfg, self.model)
@@ -609,7 +608,7 @@ class Run:
         self.global_step = self.next_sync = self.failed_saves = 0
         self.epoch_totals = self.logged_totals = [0, 0, 0]  # loss, correct, samples over all ranks
         if state and state["run"] != self.name:
-            on_rank_0(world, fail, f"the checkpoint is of {state['run']}, this is {self.name}")
+            raise UserError(f"the checkpoint is of {state['run']}, this is {self.name}")
         with explain("the checkpoint is of another model", RuntimeError, ValueError):
             if state:
                 self.model.load_state_dict(state["model"])
@@ -629,9 +628,9 @@ class Run:
 def compute_loss(run: Run, model: nn.Module, images: torch.Tensor, labels: torch.Tensor):
     """(sum of losses, logits [b, classes], labels) of uint8 or 0 .. 1 images. Yours goes here."""
     device, white = run.world.device, 255 if images.dtype == torch.uint8 else 1
-    images = images.to(device, torch.float32, non_blocking=True)
-    images = images.sub(white * run.mean).div_(white * run.std)
-    images = images.contiguous(memory_format=torch.channels_last)  # convolutions are faster on it
+    images = images.to(device, torch.float32, non_blocking=True).sub(white * run.mean)
+    # Convolutions are faster on channels_last.
+    images = images.div_(white * run.std).contiguous(memory_format=torch.channels_last)
     labels = labels.to(device, non_blocking=True)
     dtype = torch.float16 if run.cfg.amp == "fp16" else torch.bfloat16
     with torch.autocast(device.type, dtype, enabled=run.cfg.amp != "off"):
@@ -681,15 +680,16 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
     """
     cfg, sampler, device = run.cfg, run.sampler, run.world.device
     ranks = 1 if cfg.reproducible else run.world.world_size
-    for micro in sampler.local_micro_batches:
+    for micro, batch in zip(sampler.local_micro_batches, batches):
         begin, end, step_size = sampler.bounds(step, micro)
         last = micro == sampler.local_micro_batches[-1]
+        # Only now that the batch is read, which draws random numbers, too.
         seed = derive_seed(cfg.seed, "dropout", run.global_step, micro)
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
         with nullcontext() if last or run.ddp is run.model else run.ddp.no_sync():
-            loss_sum, logits, labels = compute_loss(run, run.ddp, *next(batches))
+            loss_sum, logits, labels = compute_loss(run, run.ddp, *batch)
             weight = ranks / step_size if end > begin else 0.0
             run.scaler.scale(loss_sum * weight).backward()
         if cfg.reproducible:
@@ -718,7 +718,7 @@ def sync(run: Run, metrics: Metrics) -> tuple[list[int], bool]:
     run.next_sync = run.global_step + max(1, min(interval, 2 * steps))
     if run.scaler.get_scale() < 2.0**-10:  # it halves whenever it skips a step
         text = f"too many NaN or infinite gradients up to step {run.global_step}: lower --lr"
-        on_rank_0(run.world, fail, f"{text}, set --clip-grad-norm, or look at the data", "NaN")
+        raise UserError(f"{text}, set --clip-grad-norm, or look at the data", "NaN")
     return totals, bool(stop)
 
 
@@ -794,7 +794,8 @@ def train(cfg: argparse.Namespace, world: World) -> None:
         torch.set_num_threads(1)  # with more, some kernels sum in another order
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
     torch.use_deterministic_algorithms(cfg.deterministic or cfg.reproducible)
-    torch.backends.cudnn.benchmark = not cfg.deterministic  # shapes stay: try the kernels once
+    # Shapes stay, so let cuDNN try its kernels once and take the fastest.
+    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     directory = RunDirectory(Path(cfg.checkpoint_dir))
     on_rank_0(world, directory.lock)
     path = on_rank_0(world, find_checkpoint, cfg, directory)
@@ -806,9 +807,8 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     on_rank_0(world, lambda: get_datasets(cfg) and None)  # alone, because it may download
     run = Run(cfg, world, directory, state)
     if world.rank == 0:
-        batch = f"{run.sampler.per_step} micro-batches of {cfg.batch_size}"
-        epoch = f"{run.sampler.steps_per_epoch} steps per epoch"
-        log(f"Global batch {cfg.global_batch_size} = {batch}; {epoch}")
+        text = f"{cfg.global_batch_size} = {run.sampler.per_step} micro-batches of {cfg.batch_size}"
+        log(f"Global batch {text}; {run.sampler.steps_per_epoch} steps per epoch")
         log(f"Resuming from {path} at step {run.global_step}" if path else "Starting a new run")
     evaluated = on_rank_0(world, open_metrics, run)
     write_status(run, "running")

@@ -1,3 +1,4 @@
+import os
 import signal
 import sys
 from pathlib import Path
@@ -6,9 +7,9 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from harness import LONG, write_mnist  # noqa: E402
+from harness import BF16_PRODUCT, LONG, bf16_settings, write_images, write_mnist  # noqa: E402
 
-# Who starts the tests in the background hands on an ignored Ctrl-C, which no child could unignore.
+# A shell that starts the tests in the background makes them ignore Ctrl-C; children would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -24,10 +25,16 @@ def pytest_collection_modifyitems(config, items):
         left_out[:] = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
+    with_bf16 = [item for item in items if "bf16" in item.name]
+    if with_bf16 and " amx_" in Path("/proc/cpuinfo").read_text():
+        settings = bf16_settings(BF16_PRODUCT)
+        os.environ.update(settings or {})
+        for item in with_bf16 if settings is None else ():
+            item.add_marker(pytest.mark.skip(reason="bf16 matrix products die on this CPU"))
 
 
 def pytest_terminal_summary(terminalreporter):
-    if left_out:  # one line, and loud
+    if left_out:  # one line, in red
         line = f"{len(left_out)} LONG TESTS LEFT OUT, and shorter series run of others"
         terminalreporter.write_line(f"{line}. All of it: tests/run.sh --cluster --long", red=True)
 
@@ -37,3 +44,9 @@ def tiny(tmp_path_factory) -> list[str]:
     """Options for 203 training and 103 test digits: no multiple of any batch or world size here."""
     root = write_mnist(tmp_path_factory.mktemp("tiny"), train=203, test=103)
     return ["--dataset=mnist", f"--data-dir={root}", "--batch-size=8", "--log-every-steps=1"]
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory):
+    """A --data-dir for --dataset imagefolder."""
+    return write_images(tmp_path_factory.mktemp("images"))

@@ -8,10 +8,14 @@ replaced. Tests of the command line (`python train_distributed.py`, torchrun) st
 import importlib.util
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
+import runpy
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,25 +23,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
+from torch.distributed import TCPStore
 
 REPO = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-LONG = os.environ.get("FAULTS") == "long"  # the whole of the fault suite: tests/run.sh --long
+PLAIN = [sys.executable, str(REPO / "train_distributed.py")]
+LONG = os.environ.get("FAULTS") == "long"  # tests/run.sh --long
+FOREVER = "--epochs=1000000"
+BF16_PRODUCT = "import torch; a = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(a, a)"
+BF16_PRODUCT = [sys.executable, "-c", BF16_PRODUCT]
 SHARED_MNIST = REPO.parent / "shared" / "data"
 LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)|RANK$|WORLD_SIZE$")
 
-# Writes down the sample ids of each (step, micro-batch) as the loader takes them from the sampler.
+# Writes down the samples of each (step, micro-batch) as the loader takes them from the sampler.
 RECORD = """if True:
-    import json
+    import json, os
     from train_distributed import MicroBatchSampler
 
     def recorded(self, inner=MicroBatchSampler.__iter__):
-        batches = inner(self)
-        with open(RECORDS, "a") as file:
+        batches, rank = inner(self), os.environ.get("RANK", "0")
+        with open(f"{DIRECTORY}-samples{rank}.jsonl", "a") as file:
             for step in range(self.first_step, self.steps_per_epoch):
-                for micro in self.mine:
-                    keys, (begin, end) = next(batches), self.bounds(step, micro)
+                for micro in self.local_micro_batches:
+                    keys, (begin, end, _) = next(batches), self.bounds(step, micro)
                     ids = [key % self.samples for key in keys][: end - begin]
                     record = [self.epoch * self.steps_per_epoch + step, micro, ids]
                     print(json.dumps(record), file=file, flush=True)
@@ -46,26 +57,26 @@ RECORD = """if True:
     MicroBatchSampler.__iter__ = recorded
 """
 
-# The disk of a process takes some seconds, once, after it was asked to stop.
+# The disk of a process takes some seconds, once, after it has received a signal.
 SLOW_DISK = """if True:
     import os, signal, time
 
-    heard = []
+    received = []
 
-    def listen(number, handler, listen=signal.signal):
-        def hear(*arguments):
-            heard.append(number)
+    def slow_signal(number, handler, inner=signal.signal):
+        def receive(*arguments):
+            received.append(number)
             handler(*arguments)
 
-        return listen(number, hear if callable(handler) else handler)
+        return inner(number, receive if callable(handler) else handler)
 
-    def write(file, fsync=os.fsync):
-        if heard and None not in heard:
-            heard.append(None)
+    def slow_fsync(file, inner=os.fsync):
+        if received and None not in received:
+            received.append(None)
             time.sleep({seconds})
-        fsync(file)
+        inner(file)
 
-    signal.signal, os.fsync = listen, write
+    signal.signal, os.fsync = slow_signal, slow_fsync
 """
 
 # For the launchers in place of the trainer: it saves for a while, into --to=DIRECTORY.
@@ -84,7 +95,7 @@ while True:
 """
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["train_distributed"])
+context.set_forkserver_preload(["preload"])
 
 
 @dataclass
@@ -98,6 +109,15 @@ class Result:
 
     def checkpoint(self, name: str) -> dict:
         return torch.load(self.directory / f"{name}.pt", weights_only=True)
+
+    def newest(self) -> dict:
+        return self.checkpoint(max(self.directory.glob("*.pt"), key=os.path.getmtime).stem)
+
+    def checkpoints(self) -> set[str]:
+        return {path.stem for path in self.directory.glob("*.pt")}
+
+    def status(self) -> dict:
+        return json.loads((self.directory / "status.json").read_text())
 
     def records(self, kind: str) -> list[dict]:
         lines = (self.directory / "metrics.jsonl").read_text().splitlines()
@@ -126,6 +146,18 @@ def write_mnist(root: Path, train: int, test: int) -> Path:
             target = root / "MNIST" / "raw" / source.name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(head + content[header : header + count * size])
+    return root
+
+
+def write_images(root: Path) -> Path:
+    """37 training and 11 validation JPEG files of various sizes in the classes a, b and c."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 37), ("val", 11)):
+        for i in range(count):
+            path = root / split / "abc"[i % 3] / f"{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shape = (random.integers(40, 90), random.integers(40, 90), 3)
+            Image.fromarray(random.integers(0, 256, shape, np.uint8)).save(path)
     return root
 
 
@@ -160,64 +192,93 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _rank(argv: list[str], env: dict[str, str], log: str, before: str | None) -> None:
+def steps_of(directory: Path) -> int:
+    """How many records the run has written, which is its step with --log-every-steps=1."""
+    path = directory / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for_step(directory: Path, step: int) -> None:
+    wait_until(lambda: steps_of(directory) >= step, f"no step {step} in {directory}")
+
+
+def wait_until(condition, otherwise: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{otherwise} after {seconds} s"
+        time.sleep(0.02)
+
+
+def signal_all(processes, number: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def bf16_settings(command: list[str]) -> dict[str, str] | None:
+    """Variables that let a command use bf16 on this CPU; None if nothing helps.
+
+    Some virtual machines advertise AMX and trap it: the process dies of SIGILL.
+    """
+    for settings in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}):
+        if subprocess.run(command, env=os.environ | settings, capture_output=True).returncode == 0:
+            return settings
+    return None
+
+
+def _rank(argv: list[str], env: dict[str, str], log: str, before: str) -> None:
     for number, name in ((1, f"{log}.out"), (2, f"{log}.err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name in list(os.environ):
         if LAUNCH_VARIABLES.search(name):
             del os.environ[name]
     os.environ.update(env)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as by default
-    import train_distributed
+    exec(before, {"argv": argv})
+    sys.argv = argv
+    if argv[0].endswith("guard.py"):
+        sys.path[0] = str(Path(argv[0]).parent)
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        import train_distributed
 
-    if before:
-        exec(
-            before, {"argv": argv}
-        )  # only for what cannot be had here, such as a download server's address
-    sys.exit(train_distributed.main(argv))
+        train_distributed.main(argv[1:])
 
 
-def launch(
-    directory: Path,
+def run_ranks(
     ranks: int,
-    *options: str,
-    env: dict[str, str] | None = None,
-    rank_env=lambda rank: {},
-    before: str | None = None,
-    timeout: float = 120,
+    *command: str,
+    env=lambda rank: {},
+    before: str = "",
     during=None,
-    record: bool = False,
+    timeout: float = 120,
+    directory: Path | None = None,
 ) -> Result:
-    """Train with so many ranks, as torchrun would start them. `during(processes)` may interfere.
+    """Run the trainer or guard.py with so many ranks, as torchrun would start and end them.
 
-    With record, Result.samples() tells what they consumed (if the loader has no workers, which
-    read ahead).
+    env(rank) are variables besides torchrun's; None takes one away. `before` is Python code that
+    each rank executes first; `during(processes)` may interfere.
     """
-    port = free_port()
-    logs = tempfile.mkdtemp(prefix="launch-")
-    processes = []
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
+    logs, processes = tempfile.mkdtemp(prefix="ranks-"), []
     for rank in range(ranks):
-        variables = {"OMP_NUM_THREADS": "1"}
-        if ranks > 1:
-            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            variables |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-            variables |= {"MASTER_PORT": str(port)}
-        variables |= env or {}
-        variables |= rank_env(rank)
-        argv = [f"--checkpoint-dir={directory}", *map(str, options)]
-        records = f"{directory}-samples{rank}.jsonl"
-        prelude = f"RECORDS = {records!r}\n{RECORD}" if record else before
-        process = context.Process(target=_rank, args=(argv, variables, f"{logs}/{rank}", prelude))
+        variables = {
+            **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "OMP_NUM_THREADS": 1},
+            **{"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0},
+            **env(rank),
+        }
+        variables = {name: str(value) for name, value in variables.items() if value is not None}
+        arguments = list(map(str, command)), variables, f"{logs}/{rank}", before
+        process = context.Process(target=_rank, args=arguments)
         process.start()
         processes.append(process)
     try:
         if during:
             during(processes)
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0, deadline - time.monotonic()))
+        join_like_torchrun(processes, time.monotonic() + timeout)
         late = [rank for rank, process in enumerate(processes) if process.is_alive()]
     finally:
         for process in processes:
@@ -230,6 +291,42 @@ def launch(
     return Result([process.exitcode for process in processes], out, err, directory)
 
 
+NO_LAUNCHER = dict.fromkeys(
+    [
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+    ]
+)
+
+
+def launch(
+    directory: Path, ranks: int, *options: str, env: dict | None = None, record=False, **more
+) -> Result:
+    """run_ranks() for the trainer with this run directory. A single rank has no launcher.
+
+    With record, Result.samples() tells what the ranks consumed (if the loader has no workers,
+    which read ahead).
+    """
+    variables = (NO_LAUNCHER if ranks == 1 else {}) | (env or {})
+    if record:
+        more["before"] = f"DIRECTORY = {str(directory)!r}\n{RECORD}\n" + more.get("before", "")
+    command = [PLAIN[1], f"--checkpoint-dir={directory}", *options]
+    return run_ranks(ranks, *command, env=lambda rank: variables, directory=directory, **more)
+
+
+def join_like_torchrun(processes, deadline: float) -> None:
+    """Wait for all; when one has failed, the others get SIGTERM."""
+    while alive := [process for process in processes if process.is_alive()]:
+        if time.monotonic() > deadline:
+            return
+        if any(process.exitcode for process in processes):
+            time.sleep(0.5)
+            signal_all(alive, signal.SIGTERM)
+            for process in alive:
+                process.join(max(0, deadline - time.monotonic()))
+        multiprocessing.connection.wait([process.sentinel for process in alive], 1)
+
+
 def train(directory: Path, ranks: int, *options: str, **more) -> Result:
     """launch() for a training that should succeed."""
     result = launch(directory, ranks, *options, **more)
@@ -239,9 +336,11 @@ def train(directory: Path, ranks: int, *options: str, **more) -> Result:
 
 def assert_same_state(a: dict, b: dict) -> None:
     """Weights, optimizer and position of two checkpoints are the same, bit for bit."""
-    assert a["progress"]["global_step"] == b["progress"]["global_step"]
+    assert a["global_step"] == b["global_step"]
+    assert a["model"].keys() == b["model"].keys()
     for name, tensor in a["model"].items():
         assert torch.equal(tensor, b["model"][name]), f"{name} differs"
+    assert a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys()
     for index, values in a["optimizer"]["state"].items():
         for name, value in values.items():
             other = b["optimizer"]["state"][index][name]

@@ -1,11 +1,10 @@
-"""Whatever happens to a checkpoint's files: noticed, named, and the newest good one serves."""
+"""Whatever happens to a checkpoint's file: it is noticed and named, and the one before is used."""
 
 import random
 import shutil
 
 import pytest
-import torch
-from harness import LONG, train
+from harness import LONG, assert_same_state, train
 
 import train_distributed
 
@@ -38,7 +37,7 @@ def append(path, draw):
 
 def older(path, _draw):
     """The file of the checkpoint before it, under this one's name."""
-    shutil.copy(path.with_name(path.name.replace("_3", "_2")), path)
+    shutil.copy(path.with_name("checkpoint_epoch_2.pt"), path)
 
 
 MUTATIONS = [flip, truncate, zero, delete, append, older]
@@ -46,37 +45,31 @@ MUTATIONS = [flip, truncate, zero, delete, append, older]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, tiny):
-    run = train(tmp_path_factory.mktemp("good") / "run", 1, *tiny, "--epochs=3")
-    return run.directory
+    """A run with the checkpoints 1, 2 and 3, and what is in the last two."""
+    options = [*tiny, "--epochs=3", "--batch-size=64"]
+    run = train(tmp_path_factory.mktemp("good") / "run", 1, *options)
+    return run, run.checkpoint("checkpoint_epoch_2"), run.checkpoint("checkpoint_epoch_3")
 
 
 @pytest.mark.parametrize("seed", range(100 if LONG else 30))
-def test_each_mutation_is_noticed_and_the_one_before_serves(tmp_path, capsys, good, seed):
-    draw = random.Random(seed)
-    mutate, suffix = MUTATIONS[seed % len(MUTATIONS)], draw.choice([".pt", ".json"])
-    print(f"seed {seed}: {mutate.__name__} {suffix}")
-    run = tmp_path / "run"
-    shutil.copytree(good, run)
-    newest = run / f"checkpoint_epoch_3{suffix}"
-    before = newest.read_bytes()
+def test_a_mutation_is_named_and_the_checkpoint_before_is_used_or_nothing_has_changed(
+    tmp_path, capsys, good, seed
+):
+    run, second, third = good
+    draw, mutate = random.Random(seed), MUTATIONS[seed % len(MUTATIONS)]
+    directory = shutil.copytree(run.directory, tmp_path / "run")
+    newest = directory / "checkpoint_epoch_3.pt"
     mutate(newest, draw)
-    assert not newest.exists() or newest.read_bytes() != before
-    cfg = train_distributed.parse_config([f"--checkpoint-dir={run}"])
-    chosen = train_distributed.choose_checkpoint(cfg)
-    told = capsys.readouterr().err
-    assert told.startswith(f"WARNING: passed over: {run}/checkpoint_epoch_3.pt ")
-    assert chosen == str(run / "checkpoint_epoch_2.pt")
-    assert torch.load(chosen, weights_only=True)["progress"]["global_step"] == 52
-
-
-def test_a_checkpoint_of_another_user_is_not_loaded_unless_told(tmp_path, good, monkeypatch):
-    run = tmp_path / "run"
-    shutil.copytree(good, run)
-    cfg = train_distributed.parse_config([f"--checkpoint-dir={run}", "--model=simple_convnet"])
-    cfg.dataset = "mnist"
-    path, world = str(run / "checkpoint_epoch_3.pt"), train_distributed.World()
-    monkeypatch.setattr("os.getuid", lambda: 12345)  # to be somebody else takes root
-    with pytest.raises(train_distributed.UserError, match="belongs to user .*--trust-checkpoint"):
-        train_distributed.load_checkpoint(path, cfg, world)
-    cfg.trust_checkpoint = True
-    assert train_distributed.load_checkpoint(path, cfg, world)["progress"]["global_step"] == 78
+    cfg = train_distributed.parse_config([f"--checkpoint-dir={directory}"])
+    chosen = train_distributed.find_checkpoint(cfg, train_distributed.RunDirectory(directory))
+    state = train_distributed.load_checkpoint(chosen)
+    warning = capsys.readouterr().err
+    print(f"seed {seed}, {mutate.__name__}: {chosen.name}, {warning}")
+    if chosen == newest:
+        assert mutate in (flip, append) and warning == "" and state["config"] == third["config"]
+        assert_same_state(state, third)
+    else:
+        assert chosen.name == "checkpoint_epoch_2.pt"
+        assert_same_state(state, second)
+        named = warning.startswith(f"WARNING: skipped: {newest} on ")
+        assert named or mutate is delete

@@ -1,6 +1,5 @@
 """A full disk: named, training goes on, nothing lost. A run directory that cannot be written."""
 
-import json
 import os
 import subprocess
 
@@ -27,12 +26,15 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.parametrize("way", ["--no-async-checkpoint", "--async-checkpoint"])
-def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(
-    tmp_path, tiny, small_disk, way
-):
-    """Full for two saves, and for no third."""
-    options = [*tiny, "--epochs=1", "--checkpoint-every-steps=3", "--keep=0", way]
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, tiny):
+    options = [*tiny, "--epochs=1", "--checkpoint-every-steps=3", "--keep=100"]
+    return train(tmp_path_factory.mktemp("straight") / "run", 2, *options)
+
+
+def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(tiny, small_disk, straight):
+    """Full for one save; two or three of these fit."""
+    options = [*tiny, "--epochs=1", "--checkpoint-every-steps=3", "--keep=100"]
     small_disk(4 * STATE)
     filler, run_directory = small_disk.path / "filler", small_disk.path / "run"
     filler.write_bytes(bytes(int(1.2 * STATE)))  # leaves room for two checkpoints
@@ -41,27 +43,25 @@ def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(
     import os
     import train_distributed
 
-    def look(self, step, sums, inner=train_distributed.Lookout.look):
-        if step == 11 and self.run.world.rank == 0 and os.path.exists({str(filler)!r}):
-            self.run.saver.wait(False)
+    def sync(run, metrics, inner=train_distributed.sync):
+        if run.global_step == 11 and run.world.rank == 0:
             os.unlink({str(filler)!r})
-        return inner(self, step, sums)
+        return inner(run, metrics)
 
-    train_distributed.Lookout.look = look
+    train_distributed.sync = sync
     """
     run = train(run_directory, 2, *options, before=free)
     told = [line for line in run.err[0].splitlines() if "No space left on device" in line]
     assert len(told) == 1 and told[0].endswith("older checkpoints are intact; training goes on")
-    assert {file.stem for file in run_directory.glob("*.pt")} == {
+    assert f"cannot write {run_directory}/checkpoint_step_9.pt" in told[0]
+    assert run.checkpoints() == {
         *("checkpoint_step_3", "checkpoint_step_6", "checkpoint_step_12", "checkpoint_epoch_1")
     }
     assert not list(run_directory.glob(".*.tmp"))
-    straight = train(tmp_path / "straight", 2, *options)
     for name in ("checkpoint_step_6", "checkpoint_step_12", "checkpoint_epoch_1"):
         assert_same_state(run.checkpoint(name), straight.checkpoint(name))
-    assert [r["loss"] for r in run.records("train")] == [
-        r["loss"] for r in straight.records("train")
-    ]
+    ours, theirs = ([r["loss"] for r in x.records("train")] for x in (run, straight))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("saves", ["the final save", "three saves in a row"])
@@ -84,42 +84,38 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny, sma
 
 def test_metrics_of_a_full_disk_are_written_later(tmp_path, tiny, small_disk):
     small_disk(30_000_000)
-    options = [*tiny, "--epochs=2"]
+    options = [*tiny, "--epochs=1"]
     filler = small_disk.path / "filler"
     full = f"""if True:
     import errno, os
     import train_distributed
 
-    def write(self, kind, step, inner=train_distributed.MetricsLog.write, **values):
-        if step == 3:
+    def write_record(run, kind, inner=train_distributed.write_record, **values):
+        if run.global_step == 3:
             with open({str(filler)!r}, "wb", buffering=0) as file:
                 try:
                     while file.write(bytes(4096)):
                         pass
                 except OSError as error:
                     assert error.errno == errno.ENOSPC
-        if step == 24 and os.path.exists({str(filler)!r}):
+        if run.global_step == 24:
             os.unlink({str(filler)!r})
-        inner(self, kind, step, **values)
+        inner(run, kind, **values)
 
-    train_distributed.MetricsLog.write = write
+    train_distributed.write_record = write_record
     """
-    directory = small_disk.path / "run"
-    run = train(directory, 1, *options, before=full)
-    assert "metrics.jsonl yet ([Errno 28] No space left on device)" in run.err[0]
-    straight = train(tmp_path / "straight", 1, *options)
-    assert [r["step"] for r in run.records("train")] == [
-        r["step"] for r in straight.records("train")
-    ]
+    run = train(small_disk.path / "run", 1, *options, before=full)
+    assert "cannot write metrics yet: [Errno 28] No space left on device" in run.err[0]
+    assert [record["step"] for record in run.records("train")] == list(range(1, 27))
+    assert len(run.records("epoch")) == 1
 
 
-def test_a_read_only_directory_is_told_before_anything_starts(tiny, small_disk):
+def test_a_read_only_directory_is_named_before_anything_starts(tiny, small_disk):
     run = train(small_disk.path / "run", 1, *tiny, "--epochs=1")
     subprocess.run(["mount", "-o", "remount,ro", small_disk.path], check=True)
     result = launch(run.directory, 2, *tiny, "--epochs=2")
-    assert result.codes == [2, 2]
-    assert result.err[0] == (
-        f"train_distributed.py: error: cannot write to --checkpoint-dir {run.directory}: "
-        "Read-only file system\n"
-    )
-    assert json.loads((run.directory / "status.json").read_text())["state"] == "finished"
+    assert result.codes[0] == 2 and result.err[1] == ""
+    expected = f"train_distributed.py: error: cannot write to --checkpoint-dir {run.directory} ("
+    assert result.err[0].startswith(expected) and result.err[0].count("\n") == 1
+    assert "Read-only file system" in result.err[0]
+    assert run.status()["state"] == "finished"

@@ -1,92 +1,71 @@
-"""A rank that stands still ends the run, with stacks, and is named; a slow one is named."""
+"""The trainer alone, if it hangs: each rank prints its stacks and exits."""
 
-import json
 import os
 import signal
 import time
 
 import pytest
-from harness import launch, train
-from test_stop import FOREVER, wait_for_step
+from harness import FOREVER, launch, wait_for_step
 
-TIMEOUT = 3
+TIMEOUT = 5
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_stopped_rank_is_named_by_the_others_with_their_stacks(tmp_path, tiny, rank):
+def test_the_others_of_a_stopped_rank_print_their_stacks_and_exit(tmp_path, tiny, rank):
     ended = []
 
     def during(processes):
         wait_for_step(tmp_path / "run", 5)
         os.kill(processes[rank].pid, signal.SIGSTOP)
         stopped = time.monotonic()
-        for process in processes:
-            process.join(TIMEOUT + 10)
+        for other in {0, 1, 2} - {rank}:
+            processes[other].join(60)
         ended.append(time.monotonic() - stopped)
+        processes[rank].kill()
 
-    options, file = [*tiny, FOREVER, f"--hang-timeout={TIMEOUT}"], tmp_path / "failure"
-    run = launch(tmp_path / "run", 3, *options, during=during, env={"FAILURE_FILE": str(file)})
-    assert ended[0] < TIMEOUT + 5
-    assert run.codes[rank] == -signal.SIGKILL and set(run.codes) == {1, -signal.SIGKILL}
-    first = run.err[0 if rank else 1]
-    told = f"the ranks waited for 1 rank: rank {rank} on {os.uname().nodename} does not answer"
-    assert told in first
+    options = [*tiny, FOREVER, f"--hang-timeout={TIMEOUT}"]
+    run = launch(tmp_path / "run", 3, *options, during=during)
+    assert ended[0] < TIMEOUT + 10
     for other in {0, 1, 2} - {rank}:
-        assert "no progress for 3 s" in run.err[other] and "in train_step" in run.err[other]
-    failure = json.loads(file.read_text())
-    assert failure["cause"] == "hang" and told in failure["reason"]
+        assert run.codes[other] == 1
+        assert f"Timeout (0:00:0{TIMEOUT})!" in run.err[other]
+        assert "in train_step" in run.err[other] or "in sync" in run.err[other]
 
 
 STUCK = """if True:
     import os, time
     import train_distributed
 
-    def prepare(*arguments, inner=train_distributed.prepare, calls=[]):
-        calls.append(1)
-        if os.environ["RANK"] == "1" and len(calls) == 8:
+    def compute_loss(run, *arguments, inner=train_distributed.compute_loss):
+        if os.environ["RANK"] == "1" and run.global_step == 8:
             time.sleep(1000)
-        return inner(*arguments)
+        return inner(run, *arguments)
 
-    train_distributed.prepare = prepare
+    train_distributed.compute_loss = compute_loss
 """
 
 
-def test_a_rank_that_is_busy_elsewhere_is_named(tmp_path, tiny):
+def test_a_rank_that_is_busy_elsewhere_shows_where(tmp_path, tiny):
     run = launch(tmp_path / "run", 3, *tiny, FOREVER, f"--hang-timeout={TIMEOUT}", before=STUCK)
     assert run.codes == [1, 1, 1]
-    assert "waited for 1 rank: rank 1 on" in run.err[0]
-    assert "was busy elsewhere, see its stacks" in run.err[0]
-    assert "in train_step" in run.err[1]
-    status = json.loads((run.directory / "status.json").read_text())
-    assert status["state"] == "failed" and "hang at step" in status["reason"]
-
-
-SLOW = STUCK.replace("len(calls) == 8", "True").replace("sleep(1000)", "sleep(0.05)")
-SLOW += "    train_distributed.LOOK_SECONDS = 0.5\n"
-
-
-def test_a_slow_rank_is_named_with_its_host_once(tmp_path, tiny):
-    run = train(tmp_path / "run", 3, *tiny, "--epochs=3", before=SLOW)
-    lines = [line for line in run.err[0].splitlines() if "is slow" in line]
-    assert len(lines) == 1
-    assert f"WARNING: rank 1 on {os.uname().nodename} is slow" in lines[0]
-    quick = train(tmp_path / "quick", 2, *tiny, "--epochs=5", before=SLOW.replace('"1"', '"9"'))
-    assert "is slow" not in quick.err[0]
+    assert f"Timeout (0:00:0{TIMEOUT})!" in run.err[1]
+    assert 'File "<string>", line 7 in compute_loss' in run.err[1]
 
 
 BROKEN_LOADER = STUCK.replace("time.sleep(1000)", 'raise OSError("the disk is gone")')
 
 
-def test_an_exception_on_one_rank_is_told_and_ends_all(tmp_path, tiny):
-    file = tmp_path / "failure"
+def test_an_exception_on_one_rank_is_printed_and_ends_all(tmp_path, tiny):
     options = [*tiny, FOREVER, "--checkpoint-every-steps=4"]
-    run = launch(
-        tmp_path / "run", 3, *options, before=BROKEN_LOADER, env={"FAILURE_FILE": str(file)}
-    )
-    assert run.codes == [1, 1, 1]
+    run = launch(tmp_path / "run", 3, *options, before=BROKEN_LOADER)
+    assert run.codes[1] == 1 and all(run.codes)
     assert run.err[1].endswith("OSError: the disk is gone\n")
-    failure = json.loads(file.read_text())
-    assert (failure["cause"], failure["rank"]) == ("exception", 1)
-    assert failure["reason"] == "OSError: the disk is gone"
-    assert (run.directory / "checkpoint_step_4.json").exists()
-    assert all(len(run.err[rank].splitlines()) == 1 for rank in (0, 2))  # "lost the others"
+    assert run.checkpoint("checkpoint_step_4")["global_step"] == 4
+
+
+def test_a_crash_ends_the_workers_of_a_loader_too(tmp_path, images):
+    crash = "import train_distributed; train_distributed.learning_rate = None"
+    options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=32"]
+    options += ["--batch-size=4", "--num-workers=2"]
+    result = launch(tmp_path / "run", 1, *options, before=crash, timeout=60)
+    assert result.codes == [1] and "TypeError" in result.err[0]

@@ -1,5 +1,6 @@
 """SIGKILL, anywhere, again and again: no sample lost or repeated, and the same model in the end."""
 
+import dataclasses
 import json
 import os
 import random
@@ -13,18 +14,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LONG, RECORD, REPO, assert_same_state, launch, processes_with, train
-from test_stop import FOREVER
+from harness import (
+    FOREVER,
+    LONG,
+    RECORD,
+    REPO,
+    assert_same_state,
+    launch,
+    processes_with,
+    steps_of,
+    train,
+    wait_for_step,
+    wait_until,
+)
 
 import train_distributed
 
-# ------------------------------------------------------------------------------- inside of a save
+# ---------------------------------------------------------------------------------- inside a save
 
 
 def newest_save(run: Path) -> float:
-    """When that was."""
-    with suppress(FileNotFoundError):  # deleted under our eyes
-        return max((path.stat().st_mtime for path in run.glob("checkpoint_*.json")), default=0.0)
+    """When that was; 0 before the first."""
+    with suppress(FileNotFoundError):  # the trainer deletes old ones
+        return max((path.stat().st_mtime for path in run.glob("checkpoint_*.pt")), default=0.0)
     return 0.0
 
 
@@ -35,10 +47,8 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
 
     def kill(processes):
         """At any moment; most of the time goes into saving."""
-        began, deadline = time.time(), time.monotonic() + 60
-        while newest_save(run) < began:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        began = time.time()
+        wait_until(lambda: newest_save(run) > began, "no checkpoint")
         time.sleep(draw.random() / 5)
         os.kill(processes[0].pid, signal.SIGKILL)
 
@@ -47,9 +57,8 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
         result = launch(run, 1, *options, during=kill)
         assert result.codes == [-signal.SIGKILL], result.err
         inside += any(run.glob(".*.tmp"))
-        train_distributed.choose_checkpoint(cfg)
-        chosen = train_distributed.choose_checkpoint(cfg)
-        step = torch.load(chosen, weights_only=True)["progress"]["global_step"]
+        chosen = train_distributed.find_checkpoint(cfg, train_distributed.RunDirectory(run))
+        step = train_distributed.load_checkpoint(chosen)["global_step"]
         print(f"trial {trial}: step {step}")
         assert step >= newest
         newest = step
@@ -69,11 +78,11 @@ while True:
 def test_the_control_a_save_in_place_does_not_survive_kills(tmp_path):
     draw, broken, path = random.Random(4), 0, tmp_path / "naive.pt"
     for _ in range(5):
-        saver = subprocess.Popen([sys.executable, "-c", NAIVE, path], stdout=subprocess.PIPE)
-        saver.stdout.readline()
+        writer = subprocess.Popen([sys.executable, "-c", NAIVE, path], stdout=subprocess.PIPE)
+        writer.stdout.readline()
         time.sleep(draw.random() / 10)
-        saver.kill()
-        saver.wait()
+        writer.kill()
+        writer.wait()
         try:
             torch.load(path, weights_only=True)
         except Exception:
@@ -81,15 +90,62 @@ def test_the_control_a_save_in_place_does_not_survive_kills(tmp_path):
     assert broken
 
 
-# -------------------------------------------------------------------------- of a launch, at random
+# ------------------------------------------------------------------------------ at random moments
+
+# So low a rate keeps rounding from growing: at 0.05, 1e-7 becomes 1e-1 within 50 steps.
+MODES = {"--reproducible": ["--reproducible"], "plain": ["--lr=0.0001"]}
+OPTIONS = ["--batch-size=8", "--global-batch-size=40", "--checkpoint-every-steps=3"]
+
+
+def draw_sizes(draw: random.Random, most: int):
+    """Numbers of ranks for ever, another one for each attempt."""
+    size = 0
+    while True:
+        size = draw.choice([n for n in range(1, most + 1) if n != size])
+        yield size
+
+
+def assert_same_training(run, straight, mode: str) -> None:
+    assert run.samples() == straight.samples()  # none lost, none used in another step
+    losses, expected = (
+        {record["step"]: record["loss"] for record in which.records("train")}
+        for which in (run, straight)
+    )
+    assert losses.keys() == expected.keys()
+    assert losses == pytest.approx(expected, abs=1e-5)
+    if mode == "--reproducible":
+        assert losses == expected
+        assert_same_state(run.newest(), straight.newest())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_training_whose_ranks_are_killed_ends_as_if_nothing_had_happened(tmp_path, tiny, mode):
+    """The test is the launcher, with another number of ranks each time."""
+    draw, run = random.Random(mode), tmp_path / "run"
+    kills, epochs = (20, 60) if LONG else (3, 10)  # epochs of 6 steps
+    options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
+
+    def kill(processes):
+        wait_for_step(run, steps_of(run) + draw.randrange(3, 12))
+        time.sleep(draw.random() / 20)
+        os.kill(draw.choice(processes).pid, signal.SIGKILL)
+
+    sizes = draw_sizes(draw, 5)
+    for number in range(kills):
+        result = launch(run, next(sizes), *options, record=True, during=kill)
+        assert -signal.SIGKILL in result.codes
+        print(f"kill {number}, of one of {len(result.codes)} ranks: {result.status()}")
+    end = train(run, next(sizes), *options, record=True, timeout=600)
+    straight = train(tmp_path / "straight", 2, *options, record=True, timeout=600)
+    assert_same_training(end, straight, mode)
+
 
 RECORDING = f"""import os, sys
 sys.path.insert(0, {str(REPO)!r})
-launch = f"{{os.environ['RUN_NONCE']}}-{{os.environ.get('RANK', 0)}}"
-RECORDS = f"{{os.environ['RECORD_TO']}}-samples{{launch}}.jsonl"
+DIRECTORY = os.environ["RECORD_TO"]
 {RECORD}
 import train_distributed
-sys.exit(train_distributed.main())
+train_distributed.main()
 """
 
 LAUNCH = """#!/usr/bin/env bash
@@ -101,24 +157,25 @@ exec {repo}/scripts/cluster_train.sh "$@"
 
 
 class Campaign:
-    """Trains under supervise.py, and kills what it may until enough was killed."""
+    """Trains under supervise.py, and kills what it started: ranks, torchrun, the launcher."""
 
     def __init__(self, directory: Path, sizes: list[int], options: list[str]):
-        self.run, self.sizes = directory / "run", sizes
-        script, self.launcher = directory / "record.py", directory / "launch.sh"
+        self.run, self.log = directory / "run", directory / "log"
+        script, launcher = directory / "record.py", directory / "launch.sh"
         script.write_text(RECORDING)
-        words = " ".join(map(str, sizes))
-        self.launcher.write_text(LAUNCH.format(sizes=words, repo=REPO))
-        self.launcher.chmod(0o755)
+        launcher.write_text(LAUNCH.format(sizes=" ".join(map(str, sizes)), repo=REPO))
+        launcher.chmod(0o755)
         self.env = os.environ | {
             "TRAIN_SCRIPT": str(script),
             "RECORD_TO": str(self.run),
             "PYTHON": sys.executable,
             "MAX_RESTARTS": "100",
             "OMP_NUM_THREADS": "1",
+            "LOG_DIR": str(directory / "logs"),
         }
-        options = [*options, f"--checkpoint-dir={self.run}"]
-        self.command = [REPO / "scripts/supervise.py", self.launcher, *options]
+        config = REPO / "configs/default_config.yaml"
+        options = [config, *options, f"--checkpoint-dir={self.run}"]
+        self.command = [REPO / "scripts/supervise.py", launcher, *options]
 
     def members(self) -> dict[str, list[int]]:
         """What may be killed: pids by kind."""
@@ -134,92 +191,56 @@ class Campaign:
 
     def start(self, kills: int, draw: random.Random) -> str:
         """To the end of the training; returns what was printed."""
-        log = self.run.with_name("log")
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                self.command,
-                env=self.env,
-                cwd=REPO,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        streams = dict.fromkeys(("stdout", "stderr"), self.log.open("w"))
+        process = subprocess.Popen(
+            self.command, env=self.env, cwd=REPO, start_new_session=True, **streams
+        )
         try:
             for number in range(kills):
-                self.wait_for_new_steps(process, number)
+                wait_until(lambda: self.trains(process, number), "no new steps", 300)  # noqa: B023
                 time.sleep(draw.random())
                 kind = draw.choice(["rank", "rank", "agent", "launcher"])
-                victims = self.members()[kind]
-                if victims:
+                if victims := self.members()[kind]:
                     victim = draw.choice(sorted(victims))
                     print(f"kill {number}: {kind} {victim}")
                     with suppress(ProcessLookupError):
                         os.kill(victim, signal.SIGKILL)
-            assert process.wait(timeout=900) == 0, log.read_text()[-3000:]
+            assert process.wait(timeout=900) == 0, self.log.read_text()[-3000:]
         finally:
             process.kill()
             process.wait()
-        deadline = time.monotonic() + 10
-        while any(self.members().values()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not any(self.members().values())
-        return log.read_text()
+        wait_until(lambda: not any(self.members().values()), "something still runs", 20)
+        return self.log.read_text()
 
-    def wait_for_new_steps(self, process, number: int) -> None:
-        """Of attempt number + 1, or a later one: so each kill meets a training."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            assert process.poll() is None, self.run.with_name("log").read_text()[-3000:]
-            with suppress(OSError, ValueError, KeyError):
-                status = json.loads((self.run / "status.json").read_text())
-                attempt = int(status["job"].rsplit(".", 1)[1])
-                if attempt > number and newest_save(self.run) > status["began"]:
-                    return
-            time.sleep(0.05)
-        raise TimeoutError
-
-
-KILLS, EPOCHS = (20, 60) if LONG else (2, 20)  # of 7 steps
+    def trains(self, process, number: int) -> bool:
+        """Whether attempt number + 1, or a later one, has saved: so each kill meets a training."""
+        assert process.poll() is None, self.log.read_text()[-3000:]
+        with suppress(OSError, ValueError):
+            status = json.loads((self.run / "status.json").read_text())
+            attempt = re.match(r"attempt .*?(\d+),", (self.run / "lock").read_text())
+            return int(attempt[1]) > number and status["saved_step"] > status["start_step"]
+        return False
 
 
 @pytest.mark.parametrize("mode", ["--reproducible", pytest.param("plain", marks=pytest.mark.long)])
-def test_a_training_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, tiny, mode):
-    """Another number of ranks at each attempt."""
+def test_a_supervised_training_killed_anywhere_ends_as_if_nothing_had_happened(
+    tmp_path, tiny, mode
+):
     draw = random.Random(mode)
-    all_sizes = {1, 2, 4} if mode == "--reproducible" else {1, 2, 3, 4}
-    if not LONG:
-        all_sizes = {1, 2}
-    sizes = [draw.choice(sorted(all_sizes))]
-    while len(sizes) < 3 * KILLS + 10:
-        sizes.append(draw.choice(sorted(all_sizes - {sizes[-1]})))
-    print(f"world sizes by attempt: {sizes}")
-    more = ["--batch-size=8", "--global-batch-size=32", f"--epochs={EPOCHS}"]
-    # So low a rate keeps rounding from growing: at 0.05, 1e-7 becomes 1e-1 within 50 steps.
-    more += ["--checkpoint-every-steps=3", mode if mode.startswith("--") else "--lr=0.0001"]
-    options = [*tiny, *more]
-    campaign = Campaign(tmp_path, sizes, ["configs/default_config.yaml", *options])
-    text = campaign.start(KILLS, draw)
-    straight = train(tmp_path / "straight", 2, *options, record=True, timeout=600)
+    kills, epochs = (20, 60) if LONG else (2, 20)  # epochs of 6 steps
+    sizes = [size for size, _ in zip(draw_sizes(draw, 5 if LONG else 2), range(3 * kills + 10))]
+    print(f"ranks by attempt: {sizes}")
+    options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
+    campaign = Campaign(tmp_path, sizes, options)
+    text = campaign.start(kills, draw)
 
-    ledger = [
-        json.loads(line) for line in (campaign.run / "attempts.jsonl").read_text().splitlines()
-    ]
-    print(json.dumps(ledger, indent=1))
-    assert ledger[-1]["cause"] == "finished" and len(ledger) >= KILLS
-    assert {attempt["cause"] for attempt in ledger[:-1]} <= {"killed", "stopped"}
+    lines = (campaign.run / "attempts.jsonl").read_text().splitlines()
+    attempts = [json.loads(line) for line in lines]
+    print(json.dumps(attempts, indent=1))
+    assert attempts[-1]["cause"] == "finished" and len(attempts) >= kills
+    assert {attempt["cause"] for attempt in attempts[:-1]} <= {"killed", "stopped"}
     assert re.search(r"goodput [\d.]+%: of \d+ s in \d+ attempts", text)
 
-    import dataclasses
-
+    straight = train(tmp_path / "straight", 2, *options, record=True, timeout=600)
     run = dataclasses.replace(straight, directory=campaign.run)
-    assert run.samples() == straight.samples()  # none lost, none used in another step
-    (losses, expected) = (
-        {record["step"]: record["loss"] for record in which.records("train")}
-        for which in (run, straight)
-    )
-    assert losses.keys() == expected.keys()
-    assert all(losses[step] == pytest.approx(expected[step], abs=1e-5) for step in expected)
-    end = f"checkpoint_epoch_{EPOCHS}"
-    if mode == "--reproducible":
-        assert losses == expected
-        assert_same_state(run.checkpoint(end), straight.checkpoint(end))
+    assert_same_training(run, straight, mode)

@@ -1,4 +1,4 @@
-"""Whoever asks to stop, on whichever rank: all ranks leave after the same step, saved."""
+"""However a stop is requested, on whichever rank: all ranks exit after the same step, saved."""
 
 import fcntl
 import json
@@ -7,39 +7,31 @@ import pty
 import random
 import signal
 import subprocess
-import sys
 import termios
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 import torch
 from harness import (
+    FOREVER,
     LONG,
+    PLAIN,
     REPO,
     SLOW_DISK,
-    SLOW_TO_SAVE,
     TORCHRUN,
     assert_same_state,
     launch,
-    processes_with,
+    signal_all,
+    steps_of,
     train,
+    wait_for_step,
+    wait_until,
 )
 
-FOREVER = "--epochs=1000000"
+import train_distributed
+
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
-
-
-def steps_of(directory) -> int:
-    path = directory / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def wait_for_step(directory, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while steps_of(directory) < step:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("trial", range(100 if LONG else 6))
@@ -54,19 +46,18 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path, tiny, tria
         time.sleep(draw.random() / 5)
         os.kill(processes[rank].pid, getattr(signal, number))
 
-    run = launch(tmp_path / "run", ranks, *tiny, FOREVER, during=during, record=True)
-    assert run.codes == [0] * ranks, "\n".join(run.err)
-    status = json.loads((run.directory / "status.json").read_text())
-    assert status["state"] == "stopped" and status["reason"] == number
+    run = train(tmp_path / "run", ranks, *tiny, FOREVER, during=during, record=True)
+    status = run.status()
+    reason = "a signal to another rank" if rank else number
+    assert (status["state"], status["reason"]) == ("stopped", reason)
     samples, step = run.samples(), status["global_step"]
-    assert max(samples) == step - 1  # nobody began another
-    assert all(len(micros) == ranks for micros in samples.values())  # nobody left out the last
-    saved = run.checkpoint(max(run.directory.glob("*.pt"), key=os.path.getmtime).stem)
-    assert saved["progress"]["global_step"] == step
+    assert max(samples) == step - 1  # no rank began another
+    assert all(len(micros) == ranks for micros in samples.values())  # all ranks finished the last
+    assert run.newest()["global_step"] == step == status["saved_step"]
 
 
-def test_all_wait_for_the_last_save(tmp_path, tiny):
-    """srun, for one, may end a rank that saves when others have gone."""
+def test_no_rank_exits_before_the_last_save(tmp_path, tiny):
+    """A launcher may end all ranks when one has exited."""
 
     def during(processes):
         wait_for_step(tmp_path / "run", 3)
@@ -76,70 +67,80 @@ def test_all_wait_for_the_last_save(tmp_path, tiny):
         assert status["state"] == "stopped"
 
     slow = SLOW_DISK.format(seconds=3)
-    run = launch(tmp_path / "run", 2, *tiny, FOREVER, during=during, before=slow)
-    assert run.codes == [0, 0], run.err
+    train(tmp_path / "run", 2, *tiny, FOREVER, during=during, before=slow)
 
 
-@pytest.mark.parametrize("way", ["STOP", "STOP_FILE", "DEADLINE", "--max-duration"])
+@pytest.mark.parametrize("way", ["STOP", "STOP_FILE", "DEADLINE"])
 def test_a_file_or_the_clock_stops_the_run(tmp_path, tiny, way):
-    stop_file, began = tmp_path / "node-local", time.time()
-    env, options = {"STOP_FILE": str(stop_file)}, []
-    if way == "DEADLINE":
-        env["DEADLINE"] = str(began + 6)
-    if way == "--max-duration":
-        options = ["--max-duration=2"]
+    file = tmp_path / "run/STOP" if way == "STOP" else tmp_path / "node-local"
+    env = {"STOP_FILE": str(tmp_path / "node-local")}
+    before = "import os, time; os.environ['DEADLINE'] = str(time.time() + 6)"
 
     def during(_processes):
         wait_for_step(tmp_path / "run", 3)
-        if way.startswith("STOP"):
-            (stop_file if way == "STOP_FILE" else tmp_path / "run" / "STOP").touch()
+        if way != "DEADLINE":
+            file.touch()
 
-    run = train(tmp_path / "run", 2, *tiny, FOREVER, *options, env=env, during=during, timeout=30)
-    status = json.loads((run.directory / "status.json").read_text())
-    names = {"DEADLINE": "time limit", "--max-duration": "max-duration"}
-    assert (status["state"], status["reason"]) == ("stopped", names.get(way, way))
-    if way == "DEADLINE":
-        assert began + 4 < status["time"] < began + 6  # it leaves itself a tenth to save
-    assert "the same command goes on" in run.out[0]
-    stop_file.unlink(missing_ok=True)
-    again = train(
-        tmp_path / "run", 2, *tiny, FOREVER, f"--stop-at-step={status['global_step'] + 1}"
-    )
+    more = {"before": before} if way == "DEADLINE" else {"env": env}
+    run = train(tmp_path / "run", 2, *tiny, FOREVER, during=during, **more)
+    status = run.status()
+    reason = "time limit" if way == "DEADLINE" else "STOP file"
+    assert (status["state"], status["reason"]) == ("stopped", reason)
+    assert f"Stopped at step {status['global_step']} of " in run.out[0]
+    file.unlink(missing_ok=True)
+    goal = f"--stop-at-step={status['global_step'] + 1}"
+    again = train(tmp_path / "run", 2, *tiny, FOREVER, goal, env=env)
     assert "Resuming from" in again.out[0]  # what has stopped it once does not stop it again
+
+
+@pytest.mark.parametrize("name, reserve", [("DEADLINE", 10), ("SLURM_JOB_END_TIME", 120)])
+def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
+    tmp_path, monkeypatch, name, reserve
+):
+    end = time.time() + (100 if reserve == 10 else 1e6)
+    for variable in ("DEADLINE", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, str(end))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process stays as it is
+    stop = train_distributed.StopFlag(tmp_path)
+    for left, expected in ((reserve + 2, False), (reserve - 2, True)):
+        monkeypatch.setattr(time, "time", lambda left=left: end - left)
+        assert stop.poll() == expected
+    assert stop.reason == "time limit"
 
 
 STOP_IN_EVALUATION = """if True:
     import os, signal
     import train_distributed
 
-    def evaluate(run, progress, inner=train_distributed.evaluate):
-        if run.world.rank == 1:
+    def evaluate(run, inner=train_distributed.evaluate):
+        if run.world.rank == 1 and run.global_step == 13:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return inner(run, progress)
+        return inner(run)
 
     train_distributed.evaluate = evaluate
 """
 
 
-def test_a_stop_during_evaluation_cuts_it_off_and_it_is_made_up_for(tmp_path, tiny):
-    run = train(tmp_path / "run", 2, *tiny, "--epochs=2", before=STOP_IN_EVALUATION)
-    status = json.loads((run.directory / "status.json").read_text())
-    assert (status["state"], status["global_step"]) == ("stopped", 13)
-    assert not run.records("epoch")
-    run = train(tmp_path / "run", 2, *tiny, "--epochs=2")
-    straight = train(tmp_path / "straight", 2, *tiny, "--epochs=2")
-    told = [[r["test_loss"], r["step"]] for r in run.records("epoch")]
-    assert told == [[r["test_loss"], r["step"]] for r in straight.records("epoch")]
+def test_a_stop_during_evaluation_ends_the_run_soon_after_it(tmp_path, tiny):
+    options = [*tiny, "--epochs=2"]
+    run = train(tmp_path / "run", 2, *options, before=STOP_IN_EVALUATION)
+    status = run.status()
+    assert status["state"] == "stopped" and 13 <= status["global_step"] < 26
+    assert run.newest()["global_step"] == status["global_step"]
+    run = train(tmp_path / "run", 2, *options)
+    straight = train(tmp_path / "straight", 2, *options)
+    ours, theirs = (
+        [[r["test_loss"], r["step"]] for r in x.records("epoch")] for x in (run, straight)
+    )
+    assert ours == theirs
     end = "checkpoint_epoch_2"
     assert_same_state(run.checkpoint(end), straight.checkpoint(end))
 
 
-PLAIN = [sys.executable, "train_distributed.py"]
-
-
-@pytest.mark.parametrize("command", [PLAIN, [*TORCHRUN, "train_distributed.py"]])
+@pytest.mark.parametrize("command", [PLAIN, [*TORCHRUN, PLAIN[-1]]], ids=["python", "torchrun"])
 @pytest.mark.parametrize("way", ["Ctrl-C beside a tee", "a closed terminal"])
-def test_it_saves_though_nobody_reads_it_any_more(tmp_path, tiny, command, way):
+def test_it_saves_though_nobody_reads_its_output_any_more(tmp_path, tiny, command, way):
     terminal, other_end = pty.openpty() if way == "a closed terminal" else os.pipe()
     process = subprocess.Popen(
         [*command, *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"],
@@ -155,7 +156,7 @@ def test_it_saves_though_nobody_reads_it_any_more(tmp_path, tiny, command, way):
         os.close(terminal)  # the kernel sends SIGHUP, if it is one
         if way != "a closed terminal":
             os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=60)
+        process.wait(timeout=120)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -163,7 +164,7 @@ def test_it_saves_though_nobody_reads_it_any_more(tmp_path, tiny, command, way):
     assert status["state"] == "stopped"
     newest = max(tmp_path.glob("*.pt"), key=os.path.getmtime)
     saved = torch.load(newest, weights_only=True)
-    assert saved["progress"]["global_step"] == status["global_step"]
+    assert saved["global_step"] == status["global_step"]
 
 
 def test_a_full_disk_under_the_log_stops_nothing(tmp_path, tiny):
@@ -173,105 +174,80 @@ def test_a_full_disk_under_the_log_stops_nothing(tmp_path, tiny):
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
 
-def test_nohup_is_heeded(tmp_path, tiny):
+def test_nohup_keeps_a_closed_terminal_from_stopping_it(tmp_path, tiny):
     command = [*PLAIN, *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"]
     process = subprocess.Popen(["nohup", *command], cwd=REPO, stdout=subprocess.DEVNULL)
     try:
         wait_for_step(tmp_path, 3)
         process.send_signal(signal.SIGHUP)
-        wait_for_step(tmp_path, 300)
+        # It exchanges stop flags at each of these steps, so it would stop at the first.
+        wait_for_step(tmp_path, steps_of(tmp_path) + 20)
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
     assert json.loads((tmp_path / "status.json").read_text())["reason"] == "SIGTERM"
 
 
-def test_a_deadline_that_is_no_time_is_told(tmp_path, tiny):
-    result = launch(tmp_path / "run", 1, *tiny, env={"DEADLINE": "noon"})
-    assert result.codes == [2]
-    assert "error: DEADLINE is 'noon', not a time in seconds since 1970" in result.err[0]
+def test_a_signal_to_the_whole_process_group_leaves_the_loader_its_workers(tmp_path, images):
+    command = [*PLAIN, "--dataset=imagefolder", f"--data-dir={images}", "--image-size=32"]
+    command += ["--batch-size=4", "--num-workers=2", "--log-every-steps=1", "--epochs=50000"]
+    command += [f"--checkpoint-dir={tmp_path / 'run'}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, start_new_session=True, **streams) as process:
+        while not process.stdout.readline().startswith("  step 15:"):
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "\nStopped at step " in out
+    assert list((tmp_path / "run").glob("checkpoint_*.pt"))
 
 
-class Node:
-    """cluster_train.sh with two ranks that take some seconds to save."""
-
-    def __init__(self, directory, seconds, *before):
-        self.script = directory / "slow_to_save.py"
-        self.script.write_text(SLOW_TO_SAVE)
-        words = ["scripts/cluster_train.sh", "configs/default_config.yaml"]
-        more = {"PYTHON": sys.executable, "NPROC_PER_NODE": "2", "RUN_DIR": str(directory)}
-        more |= {"SAVE_SECONDS": str(seconds), "TRAIN_SCRIPT": str(self.script)}
-        self.process = subprocess.Popen(
-            [*before, *words, f"--to={directory}"],
-            env=os.environ | more,
-            cwd=REPO,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_for_ranks(self) -> None:
-        for _ in range(2):
-            while self.process.stdout.readline() != "ready\n":
-                assert self.process.poll() is None
-
-    def members(self) -> list[int]:
-        return [*processes_with("TRAIN_SCRIPT", self.script)]
-
-    def tell_all(self, number) -> None:
-        for pid in self.members():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def end(self) -> None:
-        self.tell_all(signal.SIGKILL)
-        self.process.communicate()
+def test_ranks_whose_torchrun_was_killed_save_and_end(tmp_path, tiny):
+    """With guard.py, which asks the kernel to tell them."""
+    script = [REPO / "scripts/guard.py", REPO / "train_distributed.py"]
+    command = [*TORCHRUN, *script, *tiny, FOREVER, f"--checkpoint-dir={tmp_path / 'run'}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=env, **streams) as torchrun:
+        while not torchrun.stdout.readline().startswith("  step 10:"):
+            assert torchrun.poll() is None
+        torchrun.kill()
+        text, _ = torchrun.communicate(timeout=60)  # until the last rank has closed its output
+    assert "\nStopped at step " in text
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM")
 
 
-@pytest.fixture
-def node(tmp_path):
-    """Starts a Node whose ranks listen."""
-    with ExitStack() as at_end:
+def test_a_stop_need_not_wait_for_the_next_record(tmp_path, tiny):
+    run = tmp_path / "run"
+    slow = [*tiny, "--epochs=1", "--model=resnet18", "--image-size=64", "--log-every-steps=1000"]
+    poll = "import train_distributed; train_distributed.SYNC_SECONDS = 0.1"
 
-        def start(*arguments) -> Node:
-            node = Node(tmp_path, *arguments)
-            at_end.callback(node.end)
-            node.wait_for_ranks()
-            return node
+    def during(processes):
+        wait_until((run / "status.json").exists, "no status.json")
+        signal_all(processes, signal.SIGINT)
 
-        yield start
-
-
-def saved(directory) -> list[str]:
-    return sorted(path.name for path in directory.glob("saved*"))
+    stopped = train(run, 1, *slow, before=poll, during=during)
+    assert stopped.status()["global_step"] < 26
 
 
-# torchrun's own limit is 30 s.
-@pytest.mark.parametrize("seconds", [3, pytest.param(35, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_slurm_may_signal_all_processes_of_a_node(tmp_path, node, name, seconds):
-    """SIGTERM it sends twice in a moment, when it ends a job."""
-    node = node(seconds)
-    for number in (getattr(signal, name), signal.SIGCONT, getattr(signal, name)):
-        node.tell_all(number)
-        time.sleep(0.2)
-    node.process.wait(timeout=60)
-    assert saved(tmp_path) == ["saved0", "saved1"]
+@pytest.mark.parametrize("pause, code", [(0.05, 0), (1.5, 130)], ids=["at once", "later"])
+def test_a_ctrl_c_passed_on_by_a_launcher_saves_and_a_second_one_ends_it(
+    tmp_path, tiny, pause, code
+):
+    run = tmp_path / "run"
+    slow = "import time, train_distributed\ninner = train_distributed.train_step\n"
+    slow += f"train_distributed.train_step = lambda *a: time.sleep({2 * pause}) or inner(*a)"
 
+    def during(processes):
+        wait_until((run / "status.json").exists, "no status.json")  # it listens for signals
+        signal_all(processes, signal.SIGINT)
+        time.sleep(pause)
+        signal_all(processes, signal.SIGINT)
 
-def test_sigint_after_sigterm_ends_a_node_at_once(tmp_path, node):
-    node = node(3)
-    node.process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
-    node.process.send_signal(signal.SIGINT)
-    node.process.wait(timeout=30)
-    assert not saved(tmp_path)
-
-
-def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):
-    node = node(999, "scripts/supervise.py")
-    for _ in range(2):
-        node.process.send_signal(signal.SIGINT)
-        time.sleep(1.5)
-    assert node.process.wait(timeout=30) == 1
-    assert not node.members() and not saved(tmp_path)
+    stopped = launch(run, 1, *tiny, FOREVER, during=during, before=slow)
+    assert stopped.codes == [code]
+    assert stopped.checkpoints() if code == 0 else not stopped.checkpoints()
+    assert stopped.err == [""]

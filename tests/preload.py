@@ -1,0 +1,12 @@
+"""What the fork server of harness.py imports, once for all ranks."""
+
+import gc
+import os
+
+import train_distributed  # noqa: F401
+
+# faults/test_safeguards.py switches a safeguard off, for all ranks and for the tests themselves.
+exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
+
+# Else the first garbage collection of each rank would copy every page it has inherited: 1 s.
+gc.freeze()

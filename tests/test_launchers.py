@@ -1,0 +1,107 @@
+"""What the launchers do with signals and with host names. On real nodes: tests/cluster."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+from harness import REPO, SLOW_TO_SAVE, copy_repository, processes_with
+
+
+class Node:
+    """cluster_train.sh with two ranks that take some seconds to save."""
+
+    def __init__(self, directory, seconds, *before):
+        self.script = directory / "slow_to_save.py"
+        self.script.write_text(SLOW_TO_SAVE)
+        words = ["scripts/cluster_train.sh", "configs/default_config.yaml"]
+        more = {"PYTHON": sys.executable, "NPROC_PER_NODE": "2", "LOG_DIR": str(directory)}
+        more |= {"SAVE_SECONDS": str(seconds), "TRAIN_SCRIPT": str(self.script)}
+        self.process = subprocess.Popen(
+            [*before, *words, f"--to={directory}"],
+            env=os.environ | more,
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for_ranks(self) -> None:
+        for _ in range(2):
+            while self.process.stdout.readline() != "ready\n":
+                assert self.process.poll() is None
+
+    def members(self) -> list[int]:
+        return [*processes_with("TRAIN_SCRIPT", self.script)]
+
+    def signal_all(self, number) -> None:
+        for pid in self.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        self.signal_all(signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Starts a Node and waits until its ranks listen for signals."""
+    with ExitStack() as at_end:
+
+        def start(*arguments) -> Node:
+            node = Node(tmp_path, *arguments)
+            at_end.callback(node.end)
+            node.wait_for_ranks()
+            return node
+
+        yield start
+
+
+def saved(directory) -> list[str]:
+    return sorted(path.name for path in directory.glob("saved*"))
+
+
+# torchrun's own limit is 30 s.
+@pytest.mark.parametrize("seconds", [3, pytest.param(35, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_all_ranks_save_when_slurm_signals_all_processes_of_a_node(tmp_path, node, name, seconds):
+    """SIGTERM it sends twice within a moment, when it ends a job."""
+    node = node(seconds)
+    for number in (getattr(signal, name), signal.SIGCONT, getattr(signal, name)):
+        node.signal_all(number)
+        time.sleep(0.2)
+    node.process.wait(timeout=90)
+    assert saved(tmp_path) == ["saved0", "saved1"]
+
+
+def test_sigint_after_sigterm_ends_a_node_at_once(tmp_path, node):
+    node = node(30)
+    node.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    node.process.send_signal(signal.SIGINT)
+    node.process.wait(timeout=25)
+    assert not saved(tmp_path)
+
+
+def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):
+    node = node(999, "scripts/supervise.py")
+    for _ in range(2):
+        node.process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+    assert node.process.wait(timeout=30) == 1
+    assert not node.members() and not saved(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "host", ["-oProxyCommand=touch canary", "$(touch canary)", "a;touch canary"]
+)
+def test_a_host_name_is_not_executed(tmp_path, host):
+    copy = copy_repository(tmp_path / "repo")
+    command = ["scripts/ssh/launch_torchrun_auto.sh", "configs/default_config.yaml", "2", "a", host]
+    result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert not list(copy.rglob("canary"))
