@@ -1,26 +1,80 @@
 #!/usr/bin/env python3
-"""How long training stands still for a checkpoint, written at once and in the background.
+"""How long training stands still for a checkpoint: as it is, and with the recipe async_checkpoint.
 
     python benchmarks/checkpoints.py                     # ResNet-18 with SGD: 94 MB; two minutes
     python benchmarks/checkpoints.py --model resnet50 --directory /scratch
 
-Both kinds take turns within one run; between saves the run trains, as it would. Prints medians and
-quartiles of the seconds for which save() holds up the loop, of the seconds until the checkpoint
-is complete, and what steps cost meanwhile.
+The trainer and a patched copy of it take turns; between saves both train. Printed are medians and
+quartiles of the seconds that save_checkpoint() takes, medians of the seconds until the checkpoint
+is on disk, and the duration of a step alone and while a checkpoint is written.
 """
 
 import argparse
+import contextlib
+import importlib.util
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
+from ranks import MALLOC, REPO, run_ranks
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+RECIPE = REPO / "docs/recipes/async_checkpoint.patch"
 
-import train_distributed as trainer  # noqa: E402
+
+class Trainer:
+    """A copy of train_distributed.py in a directory of its own, with or without the recipe."""
+
+    def __init__(self, directory: Path, model: str, recipe: bool):
+        directory.mkdir()
+        file = directory / "train_distributed.py"
+        file.write_bytes((REPO / file.name).read_bytes())
+        if recipe:
+            subprocess.run(["git", "apply", RECIPE], cwd=directory, check=True)
+        spec = importlib.util.spec_from_file_location(directory.name, file)
+        self.code = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.code)
+        options = "--dataset synthetic --image-size 32 --batch-size 4 --epochs 99 --keep 2 --model"
+        words = [*options.split(), model, f"--checkpoint-dir={directory / 'run'}"]
+        cfg = self.code.parse_config(words)
+        run_directory = self.code.RunDirectory(Path(cfg.checkpoint_dir))
+        run_directory.lock()
+        with contextlib.redirect_stdout(sys.stderr):
+            world = self.code.setup_distributed(cfg)
+        self.run = self.code.Run(cfg, world, run_directory, {})
+        self.run.model.train()
+        self.metrics = self.code.Metrics(world.device)
+        self.batches = (batch for _ in iter(int, 1) for batch in self.run.train_loader)
+        self.stalls: list[float] = []  # seconds
+        self.on_disk: list[float] = []
+
+    def now(self) -> float:
+        if self.run.world.device.type == "cuda":
+            self.code.torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def step(self) -> float:
+        """Seconds of a step."""
+        began = self.now()
+        step = self.run.global_step % self.run.sampler.steps_per_epoch
+        self.code.train_step(self.run, self.batches, step, self.metrics)
+        return self.now() - began
+
+    def save(self) -> list[float]:
+        """Save while training goes on. Returns the seconds of each step until it is on disk."""
+        goal, during, began = self.run.global_step, [], self.now()
+        self.code.save_checkpoint(self.run, final=False)
+        self.stalls.append(self.now() - began)
+        while self.run.saved_step < goal:
+            during.append(self.step())
+        self.on_disk.append(self.now() - began)
+        return during
+
+
+def milliseconds(values: list[float]) -> str:
+    return f"{1e3 * statistics.median(values):.0f} ms"
 
 
 def main() -> None:
@@ -30,76 +84,28 @@ def main() -> None:
     add("--model", default="resnet18", help="[resnet18]")
     add("--saves", type=int, default=12, help="of each kind [12]")
     add("--directory", default=tempfile.gettempdir(), help="where to save [/tmp]")
+    add("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not options.rank:  # again, as the launchers start a rank
+        return print(run_ranks([__file__, *sys.argv[1:], "--rank"], 1, **MALLOC)[0], end="")
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        measure(options, directory)
-
-
-def endless(loader):
-    while True:
-        yield from loader
-
-
-def measure(options, directory: str) -> None:
-    words = "--dataset synthetic --synthetic-samples 1024 --image-size 32 --batch-size 4 "
-    words += f"--model {options.model} --keep 2 --checkpoint-dir {directory}"
-    cfg = trainer.parse_config(words.split())
-    world = trainer.setup_distributed(cfg)
-    claim, stop = trainer.Claim(cfg, world), trainer.StopWishes(cfg, world)
-    trainer.tune(cfg, world)
-    claim.make()
-    run = trainer.build_run(cfg, world, claim, stop)
-    run.ddp = trainer.wrap_ddp(run)
-    run.model.train()
-    sums, batches, step = trainer.Sums(world.device), endless(run.train_loader), 0
-    finished, write = 0.0, trainer.Saver.write
-
-    def timed_write(*arguments):
-        nonlocal finished
-        write(*arguments)
-        finished = time.perf_counter()
-
-    trainer.Saver.write = timed_write
-
-    def now() -> float:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def train(steps: int) -> float:
-        nonlocal step
-        began = now()
-        for _ in range(steps):
-            trainer.train_step(run, batches, step % 256, step, sums)
-            step += 1
-        return (now() - began) / steps
-
-    alone = [train(5) for _ in range(5)][1:]
-    stalls: dict[bool, list[float]] = {False: [], True: []}
-    whole: dict[bool, list[float]] = {False: [], True: []}
-    during = []
-    for number in range(2 * (options.saves + 1)):
-        cfg.async_checkpoint = number % 2 == 1
-        began = now()
-        run.saver.save(run, trainer.Progress(step), f"checkpoint_step_{step}", last=False)
-        stalls[cfg.async_checkpoint].append(now() - began)
-        if cfg.async_checkpoint:
-            during.append(train(1))
-            while run.saver.thread.is_alive():
-                during.append(train(1))
-            run.saver.wait()
-        whole[cfg.async_checkpoint].append(finished - began)
-        alone.append(train(3))
-    size = next(Path(directory).glob("*.pt")).stat().st_size
-    print(f"{options.model}: {size / 1e6:.0f} MB; a step {1e3 * statistics.median(alone):.0f} ms, "
-          f"while a checkpoint is written {1e3 * statistics.median(during):.0f} ms")  # fmt: skip
-    for kind, name in ((False, "at once"), (True, "--async-checkpoint")):
-        low, middle, high = statistics.quantiles(stalls[kind][1:], n=4)  # the first warms up
-        print(f"{name}: training stands still for {1e3 * middle:.0f} ms (quartiles {1e3 * low:.0f} "
-              f"to {1e3 * high:.0f}), on disk after "
-              f"{1e3 * statistics.median(whole[kind][1:]):.0f} ms")  # fmt: skip
-    ratios = [b / a for a, b in zip(stalls[False][1:], stalls[True][1:])]
-    print(f"stall, async / at once: {statistics.median(ratios):.3f}")
+        at_once = Trainer(Path(directory, "at_once"), options.model, recipe=False)
+        recipe = Trainer(Path(directory, "recipe"), options.model, recipe=True)
+        alone, during = [], []
+        for _ in range(options.saves + 1):
+            for trainer in (at_once, recipe):
+                alone += [trainer.step() for _ in range(3)]
+                during += trainer.save()
+        size = next(Path(directory).glob("recipe/run/*.pt")).stat().st_size
+    print(f"{options.model}: {size / 1e6:.0f} MB; a step takes {milliseconds(alone[3:])}, while a "
+          f"checkpoint is written {milliseconds(during or [0])}")  # fmt: skip
+    for trainer, name in ((at_once, "as it is"), (recipe, "async_checkpoint")):
+        low, _, high = statistics.quantiles(trainer.stalls[1:], n=4)  # the first warms up
+        print(f"{name}: training stands still for {milliseconds(trainer.stalls[1:])} (quartiles "
+              f"{1e3 * low:.0f} to {1e3 * high:.0f}), on disk after "
+              f"{milliseconds(trainer.on_disk[1:])}")  # fmt: skip
+    ratios = [b / a for a, b in zip(at_once.stalls[1:], recipe.stalls[1:])]
+    print(f"stall, async_checkpoint / as it is: {statistics.median(ratios):.3f}")
 
 
 if __name__ == "__main__":

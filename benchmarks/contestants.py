@@ -1,11 +1,10 @@
-"""Who takes part in benchmarks/speed.py: one training, written as each one's documentation does.
+"""The contestants of benchmarks/speed.py: the same training, as each project's first page has it.
 
-All train the same network on the same data with SGD and momentum 0.9. Each is a function of
-(setup, clock), which calls clock.tick() after every step until clock.over.
+All train the same network on the same data with SGD and momentum 0.9. A contestant is a function of
+(setup, clock) that calls clock.tick() after every step until clock.over.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import sys
@@ -15,25 +14,25 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 BLOCKS = 10  # of equally many steps in a turn: the first warms up
-SYNTHETIC = 512  # images, which are taken again and again
+SYNTHETIC = 512  # images, used over and over
 
 
 @dataclass
 class Setup:
-    """What speed.py wants to be trained, and where."""
+    """What to train, and where."""
 
     batch: int
     steps: int
-    directory: str  # for what one writes
+    directory: str  # for output
     device: str  # cpu or cuda
     model: str = "simple_convnet"  # or one of torchvision's
     dataset: str = "mnist"  # or synthetic, or imagefolder
     data_dir: str = "data"  # of MNIST and of imagefolder
-    classes: int = 1000  # but for MNIST
-    size: int = 224  # pixels a side, but for MNIST
+    classes: int = 1000  # except for MNIST
+    size: int = 224  # pixels per side, except for MNIST
     amp: bool = False  # bf16
     compile: bool = False
-    workers: int = 2  # loader processes of a rank
+    workers: int = 2  # loader processes per rank
 
 
 class Clock:
@@ -62,7 +61,7 @@ class Clock:
 
 
 def network(setup: Setup | None = None):
-    """Two 3x3 convolutions 32/64, max pool, linear 9216-128-10; or what the setup says."""
+    """SimpleConvNet without dropout, or another one of setup.model."""
     from torch import nn
 
     if setup and setup.model != "simple_convnet":
@@ -75,7 +74,7 @@ def network(setup: Setup | None = None):
 
 
 def dataset(setup: Setup):
-    """As the examples of PyTorch, Lightning and Accelerate have it: a transform per image."""
+    """As in the examples of PyTorch, Lightning and Accelerate: a transform per image."""
     import torch
     import torchvision
     from torchvision import transforms
@@ -104,12 +103,12 @@ def my_rank() -> int:
 
 
 def needed(steps: int, batch: int, ranks: int) -> int:
-    """Samples, so that no epoch ends within a turn."""
+    """How many samples an epoch needs so that it does not end within a turn."""
     return (steps + 1) * batch * ranks
 
 
 def loading(setup: Setup) -> dict:
-    """Options of a DataLoader, as speed guides have them."""
+    """Options of a DataLoader, as PyTorch's tuning guide recommends them."""
     gpu, workers = setup.device == "cuda", setup.workers
     return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": gpu}
 
@@ -122,8 +121,8 @@ def my_device(setup: Setup):
     return torch.device(setup.device)
 
 
-def meet(setup: Setup):
-    """Joins the other processes. Returns my_device()."""
+def join(setup: Setup):
+    """Join the process group. Returns my_device()."""
     import torch.distributed as dist
 
     dist.init_process_group("nccl" if setup.device == "cuda" else "gloo")
@@ -137,132 +136,52 @@ def autocast(setup: Setup):
 
 
 def ours(setup: Setup, clock: Clock, *more: str) -> None:
-    """train_distributed.py, as it is, but for the augmentation and the dropout others lack."""
+    """train_distributed.py, without the dropout that the others lack."""
     sys.path.insert(0, str(REPO))
-    import train_distributed
+    import train_distributed as trainer
 
-    class Repeated(train_distributed.InMemoryImages):
+    class Repeated(trainer.InMemoryImages):
         def __len__(self) -> int:
             return needed(setup.steps, setup.batch, ranks())
 
         def __getitems__(self, keys):
             return super().__getitems__([key % SYNTHETIC for key in keys])
 
-    def synthetic(cfg):
-        train, test, spec = train_distributed.synthetic(cfg)
-        return Repeated(*train.tensors), test, spec
+    def endless(cfg):
+        train, test, spec = get_datasets(cfg)
+        return Repeated(*train[:SYNTHETIC]), test, spec
 
-    options = "--dropout 0 --warmup-epochs 0 --lr-schedule constant --lr 0.01 --weight-decay 0"
-    options += f" --epochs {clock.steps} --stop-at-step {clock.steps}"
-    options += f" --log-every-steps {clock.block} --checkpoint-dir {setup.directory}"
-    options += f" --batch-size {setup.batch} --model {setup.model} --dataset {setup.dataset}"
-    options += f" --synthetic-samples {SYNTHETIC}"
-    options += f" --amp {'bf16' if setup.amp else 'off'}" + " --compile" * setup.compile
-    if setup.dataset == "mnist":
-        options += " --no-augment"
-    else:
-        options += f" --image-size {setup.size}"
-    if setup.dataset == "imagefolder":
-        options += f" --num-workers {setup.workers}"
-    step = train_distributed.train_step
-
-    def timed(*arguments):
-        waited = step(*arguments)
+    def timed(*arguments) -> None:
+        step(*arguments)
         clock.tick()
-        return waited
 
-    train_distributed.train_step = timed
-    train_distributed.DATASETS["synthetic"] = synthetic
+    options = f"--dropout 0 --warmup-epochs 0 --lr 0.01 --weight-decay 0 --epochs {clock.steps}"
+    options += f" --stop-at-step {clock.steps} --log-every-steps {clock.block}"
+    options += f" --batch-size {setup.batch} --model {setup.model} --dataset {setup.dataset}"
+    options += f" --amp {'bf16' if setup.amp else 'off'}" + " --compile" * setup.compile
+    options += f" --num-workers {setup.workers}"
+    options += f" --image-size {setup.size}" * (setup.dataset != "mnist")
+    step, trainer.train_step = trainer.train_step, timed
+    get_datasets = trainer.get_datasets
+    if setup.dataset == "synthetic":
+        trainer.get_datasets = endless
+    paths = f"--checkpoint-dir={setup.directory}", f"--data-dir={setup.data_dir}"
     with contextlib.redirect_stdout(sys.stderr):
-        if code := train_distributed.main([*options.split(), "--data-dir", setup.data_dir, *more]):
-            sys.exit(code)
+        trainer.main([*options.split(), *paths, *more])
 
 
-def ours_graphs(setup: Setup, clock: Clock) -> None:
-    """Ours, with --cuda-graphs (on one GPU)."""
-    ours(setup, clock, "--cuda-graphs")
+def bare(setup: Setup, clock: Clock) -> None:
+    """Ours, started with torchrun alone: no scripts/guard.py, no settings of the launchers."""
+    ours(setup, clock)
+
+
+def reproducible(setup: Setup, clock: Clock) -> None:
+    """Ours with --reproducible."""
+    ours(setup, clock, "--reproducible")
 
 
 def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
-    """A bare loop: normalised floats on the device, no loader, no DDP, no metrics, our tunings."""
-    import torch
-
-    (images, labels), model, optimizer = bare(setup)
-    if setup.compile:
-        model.compile(dynamic=False)
-    order = torch.randperm(len(images)).to(images.device)
-    while not clock.over:
-        start = clock.done * setup.batch % (len(images) - setup.batch)
-        rows = order[start : start + setup.batch]
-        optimizer.zero_grad()
-        with autocast(setup):
-            loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
-        loss.backward()
-        exchange(model)
-        optimizer.step()
-        clock.tick()
-
-
-def waits(setup: Setup, clock: Clock) -> None:
-    """The limit, but in each step the processes wait for each other: they sum one number."""
-    import torch
-    import torch.distributed as dist
-
-    one = torch.ones(1, device=meet(setup))
-    limit(setup, clock, lambda model: dist.all_reduce(one))
-
-
-def sums(setup: Setup, clock: Clock) -> None:
-    """The limit, but after each backward pass the processes sum their gradients, all at once."""
-    import torch
-    import torch.distributed as dist
-
-    def exchange(model) -> None:
-        gradients = [parameter.grad for parameter in model.parameters()]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= ranks()
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients)])
-
-    meet(setup)
-    limit(setup, clock, exchange)
-
-
-def graphs(setup: Setup, clock: Clock) -> None:
-    """The limit, all of a step launched as one CUDA graph (needs a GPU)."""
-    import torch
-
-    (images, labels), model, optimizer = bare(setup)
-    order = torch.randperm(len(images)).to(images.device)
-    rows = order[: setup.batch].clone()
-
-    def step() -> None:
-        with autocast(setup):
-            loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
-        loss.backward()
-        optimizer.step()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # as torch.cuda.graph wants it: warmed up on another stream
-        for _ in range(3):
-            optimizer.zero_grad()
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    optimizer.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    while not clock.over:
-        start = clock.done * setup.batch % (len(images) - setup.batch)
-        rows.copy_(order[start : start + setup.batch])
-        graph.replay()
-        clock.tick()
-
-
-def bare(setup: Setup):
-    """((images, labels) on the device, model, optimizer), with the trainer's tunings."""
+    """A bare loop over normalised floats on the device: no loader, no DDP, no metrics."""
     import torch
     import torchvision
 
@@ -276,62 +195,49 @@ def bare(setup: Setup):
         images = torch.randn(number, 3, setup.size, setup.size)
         labels = torch.randint(0, setup.classes, (number,))
     if setup.device == "cpu":
-        libc, cores = ctypes.CDLL(None), sorted(os.sched_getaffinity(0))
-        libc.mallopt(-1, 2**31 - 1)
-        libc.mallopt(-4, 0)
+        cores = sorted(os.sched_getaffinity(0))
         begin, end = (len(cores) * n // ranks() for n in (my_rank(), my_rank() + 1))
-        if cores[begin:end]:  # neighbours, as the trainer's take_cores()
-            os.sched_setaffinity(0, cores[begin:end])
+        os.sched_setaffinity(0, cores[begin:end] or cores)  # as scripts/guard.py
     torch.backends.cudnn.benchmark = True
+    images = images.to(device).contiguous(memory_format=torch.channels_last)
+    labels, order = labels.to(device), torch.randperm(len(images)).to(device)
     model = network(setup).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    images = images.to(device).contiguous(memory_format=torch.channels_last)
-    return (images, labels.to(device)), model, optimizer
-
-
-def template(setup: Setup, clock: Clock) -> None:
-    """What most DDP tutorials do: loader workers, DistributedSampler, .item() in every step."""
-    import torch
-    from torch.utils.data import DataLoader, DistributedSampler
-
-    device, data = meet(setup), dataset(setup)
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, setup.batch, sampler=sampler, drop_last=True, **loading(setup))
-    model = torch.nn.parallel.DistributedDataParallel(network(setup).to(device))
     if setup.compile:
-        model = torch.compile(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    losses, epoch = [], 0
+        model.compile(dynamic=False)
     while not clock.over:
-        sampler.set_epoch(epoch)
-        epoch += 1
-        for images, labels in loader:
-            images, labels = images.to(device), labels.to(device)
-            optimizer.zero_grad()
-            with autocast(setup):
-                loss = torch.nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            clock.tick()
-            if clock.over:
-                break
+        start = clock.done * setup.batch % (len(images) - setup.batch)
+        rows = order[start : start + setup.batch]
+        optimizer.zero_grad()
+        with autocast(setup):
+            loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
+        loss.backward()
+        exchange(model)
+        optimizer.step()
+        clock.tick()
 
 
-def examples(setup: Setup, clock: Clock) -> None:
-    """As mnist/main.py of pytorch/examples: the loss looked at rarely, on a CPU no workers.
-
-    With several processes, as its distributed/ddp-tutorial-series: DDP and DistributedSampler.
-    """
+def sums(setup: Setup, clock: Clock) -> None:
+    """The limit, but after each backward pass the ranks sum their gradients, all at once."""
     import torch
-    from torch.utils.data import DataLoader, DistributedSampler
+    import torch.distributed as dist
 
-    device = meet(setup) if ranks() > 1 else my_device(setup)
-    data, model, sampler = dataset(setup), network(setup).to(device), None
-    if ranks() > 1:
-        model, sampler = torch.nn.parallel.DistributedDataParallel(model), DistributedSampler(data)
-    more = loading(setup) if setup.device == "cuda" or setup.dataset == "imagefolder" else {}
-    loader = DataLoader(data, setup.batch, sampler=sampler, shuffle=not sampler, **more)
+    def exchange(model) -> None:
+        gradients = [parameter.grad for parameter in model.parameters()]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= ranks()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients)])
+
+    join(setup)
+    limit(setup, clock, exchange)
+
+
+def usual_loop(setup: Setup, clock: Clock, loader, model, device, read_loss_every: int) -> None:
+    """The training loop of most tutorials."""
+    import torch
+
     if setup.compile:
         model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -343,15 +249,44 @@ def examples(setup: Setup, clock: Clock) -> None:
                 loss = torch.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
-            if number % 10 == 0:
+            if number % read_loss_every == 0:
                 loss.item()
             clock.tick()
             if clock.over:
                 break
 
 
+def template(setup: Setup, clock: Clock) -> None:
+    """What most DDP tutorials do: loader workers, DistributedSampler, .item() in every step."""
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    device, data = join(setup), dataset(setup)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, setup.batch, sampler=sampler, drop_last=True, **loading(setup))
+    model = torch.nn.parallel.DistributedDataParallel(network(setup).to(device))
+    usual_loop(setup, clock, loader, model, device, read_loss_every=1)
+
+
+def examples(setup: Setup, clock: Clock) -> None:
+    """As mnist/main.py of pytorch/examples: reads the loss rarely, no loader workers on a CPU.
+
+    With several ranks, as its distributed/ddp-tutorial-series: DDP and DistributedSampler.
+    """
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    device = join(setup) if ranks() > 1 else my_device(setup)
+    data, model, sampler = dataset(setup), network(setup).to(device), None
+    if ranks() > 1:
+        model, sampler = torch.nn.parallel.DistributedDataParallel(model), DistributedSampler(data)
+    more = loading(setup) if setup.device == "cuda" or setup.dataset == "imagefolder" else {}
+    loader = DataLoader(data, setup.batch, sampler=sampler, shuffle=not sampler, **more)
+    usual_loop(setup, clock, loader, model, device, read_loss_every=10)
+
+
 def lightning(setup: Setup, clock: Clock) -> None:
-    """Lightning's Trainer with its defaults; no checkpoints, which no other makes within a turn."""
+    """Lightning's Trainer with its defaults, but no checkpoints: the others save none either."""
     import torch
     from lightning import Callback, LightningModule, Trainer
     from torch.utils.data import DataLoader
@@ -392,13 +327,13 @@ def lightning(setup: Setup, clock: Clock) -> None:
 
 
 def accelerate(setup: Setup, clock: Clock) -> None:
-    """Accelerate, as its quick tour."""
+    """Accelerate, as in its quick tour."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
     gpu = setup.device == "cuda"
-    if ranks() == 1:  # else it takes a lone process for one of many
+    if ranks() == 1:  # else it expects other ranks
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if setup.amp else "no")
@@ -421,35 +356,25 @@ def accelerate(setup: Setup, clock: Clock) -> None:
 CONTESTANTS = {
     function.__name__: function
     for function in (
-        limit,
-        graphs,
-        waits,
-        sums,
-        ours,
-        ours_graphs,
-        template,
-        examples,
-        lightning,
-        accelerate,
+        *(limit, sums, ours, bare, reproducible),
+        *(template, examples, lightning, accelerate),
     )
 }
 
 
 def main() -> None:
-    """contestants.py NAME SETUP: prints what its clock showed, as JSON. SETUP: Setup, in JSON."""
+    """contestants.py NAME SETUP: prints the times of its clock as JSON. SETUP: Setup, in JSON."""
     import resource
 
-    name, setup = sys.argv[1], Setup(**json.loads(sys.argv[2]))
     import torch
 
-    if name not in ("ours", "ours_graphs"):  # which do so by themselves
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    name, setup = sys.argv[1], Setup(**json.loads(sys.argv[2]))
     gpu = setup.device == "cuda"
     clock = Clock(setup.steps, *[torch.cuda.synchronize] * gpu)
     CONTESTANTS[name](setup, clock)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    # Not after the process has ended: unloading CUDA's libraries touches 100 MB more.
+    # Before the process ends: unloading CUDA's libraries touches 100 MB more.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if gpu:
         peak = torch.cuda.max_memory_allocated() / 2**20

@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""How fast JPEG files become batches: the trainer's loader against bare decoding on these cores.
+"""How fast the trainer's loader reads JPEG files, compared with bare decoding on these cores.
 
-    python benchmarks/loader.py                         # on files that it makes; five minutes
+    python benchmarks/loader.py                         # makes its own files; five minutes
     python benchmarks/loader.py --data-dir imagenet --files 5000 --workers 8 16 32
 
-Bare decoding is the limit: as many processes as cores, each of which opens, decodes, crops, resizes
-and flips its share of the files, as `--dataset imagefolder` does, and hands nothing on. The
-trainer's loader does so in --workers processes and hands on batches of 64, which nobody trains on.
-The last two rows are what would lift the limit: another decoder, and files made smaller once.
-All take turns; printed are medians of images per second, and of the shares within a round.
+Bare decoding is the limit: one process per core opens, decodes, crops, resizes and flips its share
+of the files, as `--dataset imagefolder` does, and hands nothing on. The trainer's loader does the
+same in --workers processes and hands on batches of 64, on which nobody trains. The last row is what
+raises the limit: files that were made smaller once. All take turns; printed are medians of images
+per second, and of the ratios within a round.
 """
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import statistics
@@ -23,16 +22,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torchvision
 from PIL import Image
-from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_distributed as trainer  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))
-SIZE = 224
 
 
 def make_files(root: Path, number: int) -> None:
@@ -51,13 +47,17 @@ def make_files(root: Path, number: int) -> None:
             image.save(path, quality=92)
 
 
-CROP = v2.Compose([v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip()])
-
-
-def with_torchvision(path: str) -> torch.Tensor:
-    """libjpeg-turbo through torchvision, cropped as a tensor."""
-    data = torchvision.io.read_file(path)
-    return CROP(torchvision.io.decode_jpeg(data, mode=torchvision.io.ImageReadMode.RGB))
+def make_smaller(target: Path, paths: list[str]) -> list[str]:
+    """Copies of the files whose short side has 256 pixels."""
+    target.mkdir()
+    smaller = []
+    for number, path in enumerate(paths):
+        image = Image.open(path).convert("RGB")
+        scale = 256 / min(image.size)
+        image = image.resize([round(scale * side) for side in image.size], Image.BICUBIC)
+        smaller.append(str(target / f"{number}.jpg"))
+        image.save(smaller[-1], quality=92)
+    return smaller
 
 
 def decode_all(function, paths: list[str], ready, go) -> None:
@@ -87,77 +87,39 @@ def bare(function, paths: list[str]) -> float:
     return len(paths) / (time.perf_counter() - began)
 
 
-def make_smaller(source: Path, target: Path, paths: list[str]) -> list[str]:
-    """The files once more, the short side 256 pixels."""
-    smaller = []
-    for path in paths:
-        image = Image.open(path).convert("RGB")
-        scale = 256 / min(image.size)
-        image = image.resize([round(scale * side) for side in image.size], Image.BICUBIC)
-        smaller.append(str(target / Path(path).relative_to(source)))
-        Path(smaller[-1]).parent.mkdir(parents=True, exist_ok=True)
-        image.save(smaller[-1], quality=92)
-    return smaller
-
-
 class Loader:
-    """The trainer's, with that many workers; timed over whole epochs after a first one."""
+    """The trainer's, with that many workers. Called, it returns the images per second of an epoch;
+    the first one starts the workers."""
 
-    def __init__(self, cfg, world, dataset, files: int, workers: int):
+    def __init__(self, cfg, dataset, files: int, workers: int):
         self.files, cfg.num_workers = files, workers
-        self.sampler = trainer.MicroBatchSampler(files, cfg, world)
+        self.sampler = trainer.MicroBatchSampler(files, cfg, trainer.World())
         dataset = torch.utils.data.Subset(dataset, range(files))
-        self.loader, self.epoch = trainer.get_dataloader(cfg, world, dataset, self.sampler), 0
-        self.speed()
+        self.loader = trainer.get_dataloader(cfg, trainer.World(), dataset, self.sampler)
+        self()
 
-    def speed(self) -> float:
-        """Images per second of one epoch."""
-        self.sampler.set_epoch(self.epoch)
-        self.epoch += 1
+    def __call__(self) -> float:
         began = time.perf_counter()
         images = sum(len(labels) for _, labels in self.loader)
+        self.sampler.epoch += 1
         assert images == self.files
         return images / (time.perf_counter() - began)
 
 
-def main() -> None:
-    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
-    parser = argparse.ArgumentParser(**style)
-    add = parser.add_argument
-    add("--data-dir", type=Path, help="with train/CLASS/*.jpg and val/CLASS/*.jpg [makes its own]")
-    add("--files", type=int, default=1280, help="of them, an epoch [1280]")
-    workers = sorted({0, 1, 2, CORES, 2 * CORES})
-    add("--workers", type=int, nargs="+", default=workers, help="[0 1 2, cores, twice the cores]")
-    add("--rounds", type=int, default=5, help="[5]")
-    options = parser.parse_args()
-    if options.files < CORES:
-        sys.exit(f"loader.py: error: --files should be {CORES} at least, one for each core")
-    with tempfile.TemporaryDirectory() as directory:
-        if not options.data_dir:
-            options.data_dir = Path(directory, "made")
-            make_files(options.data_dir, options.files)
-        compare(options, Path(directory))
-
-
 def compare(options, directory: Path) -> None:
-    words = ["--dataset=imagefolder", f"--data-dir={options.data_dir}"]
-    cfg = trainer.parse_config(words)
-    with contextlib.redirect_stdout(sys.stderr):
-        world = trainer.setup_distributed(cfg)
-    dataset, _, _ = trainer.get_datasets(cfg, world)
+    cfg = trainer.parse_config(["--dataset=imagefolder", f"--data-dir={options.data_dir}"])
+    dataset, _, _ = trainer.get_datasets(cfg)
     torch.set_num_threads(1)
     paths = [path for path, _ in dataset.samples[: options.files]]
-    smaller = make_smaller(options.data_dir, directory / "smaller", paths)
+    smaller = make_smaller(directory / "smaller", paths)
 
-    def as_trainer(path: str) -> torch.Tensor:
+    def decode(path: str) -> torch.Tensor:
         return dataset.transform(dataset.loader(path))
 
-    ways = {"bare decoding, the limit": lambda: bare(as_trainer, paths)}
+    ways = {"bare decoding, the limit": lambda: bare(decode, paths)}
     for workers in options.workers:
-        loader = Loader(cfg, world, dataset, len(paths), workers)
-        ways[f"ours, {workers} workers"] = loader.speed
-    ways["bare, torchvision's decoder"] = lambda: bare(with_torchvision, paths)
-    ways["bare, files of 256 pixels"] = lambda: bare(as_trainer, smaller)
+        ways[f"ours, {workers} workers"] = Loader(cfg, dataset, len(paths), workers)
+    ways["bare, files of 256 pixels"] = lambda: bare(decode, smaller)
     kilobytes = statistics.mean(os.path.getsize(path) for path in paths) / 1e3
     print(f"{CORES} cores, {len(paths)} files of {kilobytes:.0f} kB")
     speeds: dict[str, list[float]] = {name: [] for name in ways}
@@ -172,6 +134,25 @@ def compare(options, directory: Path) -> None:
         shares = sorted(a / b for a, b in zip(of_rounds, next(iter(speeds.values()))))
         share = f"{statistics.median(shares):.3f} ({shares[0]:.3f} to {shares[-1]:.3f})"
         print(f"| {name} | {statistics.median(of_rounds):.0f} | {share} |")
+
+
+def main() -> None:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
+    parser = argparse.ArgumentParser(**style)
+    add = parser.add_argument
+    add("--data-dir", type=Path, help="with train/CLASS/*.jpg and val/CLASS/*.jpg [makes its own]")
+    add("--files", type=int, default=1280, help="of them, per epoch [1280]")
+    workers = sorted({0, 1, 2, CORES, 2 * CORES})
+    add("--workers", type=int, nargs="+", default=workers, help="[0 1 2, cores, twice the cores]")
+    add("--rounds", type=int, default=5, help="[5]")
+    options = parser.parse_args()
+    if options.files < CORES:
+        parser.error(f"--files should be at least {CORES}, one for each core")
+    with tempfile.TemporaryDirectory() as directory:
+        if not options.data_dir:
+            options.data_dir = Path(directory, "made")
+            make_files(options.data_dir, options.files)
+        compare(options, Path(directory))
 
 
 if __name__ == "__main__":

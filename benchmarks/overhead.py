@@ -1,108 +1,115 @@
 #!/usr/bin/env python3
-"""What surviving costs: a step with all of it against the same step without, in turns.
+"""What fault tolerance costs per step: of the trainer itself, and of scripts/guard.py.
 
-    python benchmarks/overhead.py
-    torchrun --standalone --nproc-per-node 2 benchmarks/overhead.py
+    python benchmarks/overhead.py                   # 1 and 2 ranks, five minutes
+    python benchmarks/overhead.py --ranks 2 --turns 30
 
-All of it: the look for NaN, the timing of each rank, the watchdog with its thread,
-the agreement on stopping and the sign of life in status.json. Without: the same model,
-data and update, and the sums that metrics need anyway. Between them: all but the look for NaN,
-which is one pass over the gradients. Blocks of 20 steps with a record at the end take turns;
-prints medians, and the median ratio within a turn with its standard error.
+The trainer: blocks of 20 steps with all of it (GradScaler skips steps whose gradients are not
+finite, sync() exchanges the stop flag and re-arms the hang timer) take turns with blocks without
+(the same model, data, update and sum of the metrics). Printed is the median ratio of two
+neighbouring blocks with its standard error.
+
+The guard: the time of its optimizer hook, and the CPU time of its thread, as a share of a step of
+15 ms. It watches launches of two or more ranks.
 """
 
+import argparse
+import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from ranks import MALLOC, REPO, run_ranks
 
-import train_distributed as trainer  # noqa: E402
-
-BLOCK, TURNS = 20, 300
-KINDS = ("none", "all but the look for NaN", "all")
+BLOCK, STEP = 20, 0.015  # steps; seconds
 
 
-def plain_update(run) -> None:
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+def rank(turns: int, directory: str) -> None:
+    """In one rank, behind scripts/guard.py: print the figures as JSON."""
+    sys.path.insert(0, str(REPO))
+    import torch
 
+    import train_distributed as trainer
 
-class NoTimer:
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def read(self) -> float:
-        return 0.0
-
-
-def block(run, step: int, kind: str) -> float:
-    """Seconds for a block of steps, with its record at the end."""
-    sums, batches = trainer.Sums(run.world.device), iter(run.train_loader)
-    timer, update, guarded = run.timer, trainer.update, kind != "none"
-    if not guarded:
-        run.timer = NoTimer()
-    if kind != "all":
-        trainer.update = plain_update
-    lookout = trainer.Lookout(run, step)
-    began = time.perf_counter()
-    for n in range(BLOCK):
-        trainer.train_step(run, batches, n, step + n, sums)
-        if guarded:
-            run.watch.progress(step + n)
-    if guarded:
-        lookout.look(step + BLOCK, sums)
-        if run.bad_steps:
-            trainer.look_for_bad_steps(run, trainer.Progress(step))
-        if time.monotonic() > run.claim.told + trainer.LOOK_SECONDS:
-            run.claim.tell("running", step)
-    else:
-        sums.over_all_ranks(run.world)
-    seconds = time.perf_counter() - began
-    run.timer, trainer.update = timer, update
-    return seconds
-
-
-def main() -> None:
-    own = os.environ.get("MASTER_PORT", os.getpid())  # the same on all ranks of a launch
-    directory = Path(tempfile.gettempdir(), f"overhead-{own}")
-    directory.mkdir(exist_ok=True)
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    batch_size = 24 // ranks  # about 15 ms on two cores
+    batch_size = 24 // int(os.environ["WORLD_SIZE"])  # about 15 ms on two cores
     words = [f"--checkpoint-dir={directory}", f"--batch-size={batch_size}", "--epochs=1000"]
     cfg = trainer.parse_config(words)
     world = trainer.setup_distributed(cfg)
-    claim, stop = trainer.Claim(cfg, world), trainer.StopWishes(cfg, world)
-    trainer.tune(cfg, world)
-    if world.rank == 0:
-        claim.make()
-    run = trainer.build_run(cfg, world, claim, stop)
-    run.ddp = trainer.wrap_ddp(run)
-    run.model.train()
-    run.watch.start()
-    seconds, step = {kind: [] for kind in KINDS}, 0
-    for turn in range(TURNS + 2):
-        for kind in KINDS if turn % 2 else reversed(KINDS):
-            seconds[kind].append(block(run, step, kind))
-            step += BLOCK
-    run.watch.due = float("inf")
-    if world.rank == 0:
-        none = seconds["none"][2:]  # the first ones warm up
-        print(f"{world.world_size} rank(s): step {1e3 * statistics.median(none) / BLOCK:.2f} ms")
-        for kind in KINDS[1:]:
-            ratios = [guarded / plain for guarded, plain in zip(seconds[kind][2:], none)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            error = 0.93 * (high - low) / TURNS**0.5  # of the median, were the ratios normal
-            print(f"{kind} / none: {middle:.4f} +- {error:.4f} (quartiles {low:.4f} to {high:.4f})")
-        shutil.rmtree(directory)
+    run = trainer.Run(cfg, world, trainer.RunDirectory(Path(directory)), {})
     if world.world_size > 1:
-        trainer.dist.barrier()
+        trainer.wrap_ddp(run)
+    run.model.train()
+    batches = (batch for _ in iter(int, 1) for batch in run.train_loader)
+    scalers = {True: run.scaler, False: torch.amp.GradScaler(world.device.type, enabled=False)}
+
+    def block(tolerant: bool) -> float:
+        """Seconds per step of a block, with its sum of the metrics at the end."""
+        metrics, run.scaler = trainer.Metrics(world.device), scalers[tolerant]
+        began = time.perf_counter()
+        for step in range(BLOCK):
+            trainer.train_step(run, batches, step, metrics)
+        trainer.sync(run, metrics) if tolerant else metrics.all_reduce(world)
+        return (time.perf_counter() - began) / BLOCK
+
+    began = time.perf_counter()
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(turns + 2):
+        for tolerant in (True, False) if turn % 2 else (False, True):
+            seconds[tolerant].append(block(tolerant))
+    ratios = [a / b for a, b in zip(seconds[True][2:], seconds[False][2:])]  # the first warm up
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    found = {"step": statistics.median(seconds[False]), "ratio": middle, "rank": world.rank}
+    found["error"] = 0.93 * (high - low) / turns**0.5  # of the median of normal ratios
+    found |= guard_cost(run.optimizer, time.perf_counter() - began)
+    print(json.dumps(found))
+    trainer.on_rank_0(world, bool)  # wait for the others
+    if world.world_size > 1:
         trainer.dist.destroy_process_group()
+
+
+def guard_cost(optimizer, seconds: float) -> dict[str, float]:
+    """Seconds per call of its hook, CPU seconds of its thread per second."""
+    found = {"hook": 0.0, "thread": 0.0}
+    for hook in sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks.values():
+        began = time.perf_counter()
+        for _ in range(10_000):
+            hook(optimizer, (), {})
+        found["hook"] += (time.perf_counter() - began) / 10_000
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "HangWatch":
+            clock = time.pthread_getcpuclockid(thread.ident)
+            found["thread"] += time.clock_gettime(clock) / seconds
+    return found
+
+
+def main() -> None:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
+    parser = argparse.ArgumentParser(**style)
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[1, 2], help="[1 2]")
+    add("--turns", type=int, default=300, help="of a block with and one without [300]")
+    add("--gpu", action="store_true", help="on GPUs, one per rank")
+    add("--rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        return rank(options.turns, options.rank)
+    env = {} if options.gpu else MALLOC | {"CUDA_VISIBLE_DEVICES": ""}
+    guard = REPO / "scripts/guard.py"
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory() as directory:
+            words = [guard, __file__, f"--turns={options.turns}", f"--rank={directory}"]
+            outputs = run_ranks(words, ranks, **env)
+        of_rank = [json.loads(out.splitlines()[-1]) for out in outputs]
+        found = of_rank[0]
+        print(f"{ranks} rank(s): step {1e3 * found['step']:.2f} ms; with fault tolerance "
+              f"{found['ratio']:.4f} +- {found['error']:.4f} times as long")  # fmt: skip
+        hook, thread = (max(each[name] for each in of_rank) for name in ("hook", "thread"))
+        print(f"  guard.py: hook {1e6 * hook:.2f} us per step, thread {1e6 * thread:.0f} us per "
+              f"second: {100 * (hook / STEP + thread):.3f} % of a step of 15 ms")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The processes of one launch on this machine, as torchrun would start them."""
+"""Start the ranks of one launch on this machine, as the launchers of this repository would."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -8,13 +9,17 @@ import tempfile
 import time
 from pathlib import Path
 
+REPO = Path(__file__).resolve().parent.parent
+LAUNCHER = (REPO / "scripts/cluster_train.sh").read_text()
+# What cluster_train.sh sets for CPU ranks; scripts/guard.py also gives each its own cores.
+MALLOC = {"GLIBC_TUNABLES": re.search(r"GLIBC_TUNABLES:-([^}]+)", LAUNCHER)[1]}
 
-def run_ranks(words: list[str], ranks: int, places=None, **env: str) -> list[str]:
-    """Starts this Python with these words once per rank. Returns what each has printed to stdout.
 
-    places: by rank, words that go before the command. env: variables of all of them.
+def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[str]:
+    """Run this Python with these words once per rank. Returns what each rank printed to stdout.
 
-    If one fails, the others are killed and this process exits, with what the first to fail said.
+    places: by rank, words that go before the command. env: variables for all ranks; None removes
+    one. If a rank fails, the others are killed and this process exits with the output of that rank.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -23,20 +28,16 @@ def run_ranks(words: list[str], ranks: int, places=None, **env: str) -> list[str
     shared = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
     shared |= {"OMP_NUM_THREADS": str(max(1, cores // ranks)), "TORCHELASTIC_RUN_ID": "bench"} | env
+    shared = {name: value for name, value in shared.items() if value is not None}
+    words = [sys.executable, *map(str, words)]
     with tempfile.TemporaryDirectory() as directory:
         streams = [[Path(directory, f"{rank}.{name}") for name in "oe"] for rank in range(ranks)]
         processes = []
         for rank, (place, (out, err)) in enumerate(zip(places or [[]] * ranks, streams)):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "BEGAN": str(time.time())}
             with out.open("w") as to_out, err.open("w") as to_err:
-                processes.append(
-                    subprocess.Popen(
-                        [*place, sys.executable, *words],
-                        env=shared | own,
-                        stdout=to_out,
-                        stderr=to_err,
-                    )
-                )
+                more = {"env": shared | own, "stdout": to_out, "stderr": to_err}
+                processes.append(subprocess.Popen([*place, *words], **more))
         try:
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)
@@ -46,6 +47,6 @@ def run_ranks(words: list[str], ranks: int, places=None, **env: str) -> list[str
                 process.wait()
         for code, (out, err) in zip(codes, streams):
             if code:
-                said = out.read_text() + err.read_text()
-                sys.exit(f"error: {' '.join(words)}: exit code {code}\n{said}")
+                sys.exit(f"error: {' '.join(words)}: exit code {code}\n{out.read_text()}"
+                         f"{err.read_text()}")  # fmt: skip
         return [out.read_text() for out, _ in streams]

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Predicted and measured: the all_reduce of --plan against gloo's, on links of known speed.
+"""Predicted and measured: the all_reduce of scripts/plan.py and gloo's, on links of known speed.
 
     sudo python benchmarks/scaling.py             # a Markdown table, and scaling.png; 10 minutes
 
-Hosts are network namespaces of this machine on a bridge, with one or two ranks each, their links
-slowed down by `tc` (token buckets) to --mbits, so slow that two cores keep up with 16 of them.
-Predictions take the bandwidth from that setting and the latency of a hop from a small all_reduce on
-2 hosts; all the rest is the formula in scripts/plan.py. The second part shows where it ends:
-processes of one host, whose link is the memory, and which soon are more than its cores.
+Hosts are network namespaces of this machine on a bridge, with one or two ranks each. `tc` (a token
+bucket) limits their links to --mbits, so slow that two cores keep up with 16 hosts. The prediction
+takes the bandwidth from that setting, the latency of a hop from a small all_reduce on 2 hosts, and
+the rest from scripts/plan.py. The second part shows where it ends: processes of one host, whose
+link is the memory, and which soon outnumber its cores.
 """
 
 import argparse
@@ -19,19 +19,14 @@ import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
-from ranks import run_ranks
+from ranks import REPO, run_ranks
 
-REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "scripts"))
 
-SMALL, SIZES = (
-    8 << 10,
-    (256 << 10, 1 << 20, 4_800_000),
-)  # bytes; the last: SimpleConvNet's gradients
+SMALL, SIZES = 8 << 10, (256 << 10, 1 << 20, 4_800_000)  # bytes; last: SimpleConvNet's gradients
 SHAPES = ((2, 1), (3, 1), (4, 1), (4, 2), (8, 1), (16, 1), (16, 2))  # hosts x ranks on each
-PAYLOAD = 1448 / 1514  # of a full Ethernet frame: what is not headers of TCP, IP and Ethernet
+PAYLOAD = 1448 / 1514  # of a full Ethernet frame, without the headers of TCP, IP and Ethernet
 
 
 def worker() -> None:
@@ -59,30 +54,27 @@ def worker() -> None:
     dist.destroy_process_group()
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True)
 
 
 @contextmanager
 def hosts(number: int, mbits: float):
-    """So many namespaces on a bridge of another; what each sends is limited. Yields their names."""
+    """Namespaces on a bridge in another one; what each sends is limited. Yields their names."""
     tag = f"plan{os.getpid()}"
-    names = [f"{tag}h{n}" for n in range(number)]
-    switch = f"{tag}s"
+    names, switch = [f"{tag}h{n}" for n in range(number)], f"{tag}s"
     try:
-        run("ip", "netns", "add", switch)
-        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        run(f"ip netns add {switch}")
+        run(f"ip -n {switch} link add bridge up type bridge")
         for n, name in enumerate(names):
-            run("ip", "netns", "add", name)
-            peer = ("peer", "name", f"port{n}", "netns", switch)
-            run("ip", "-n", name, "link", "add", "eth0", "type", "veth", *peer)
-            run("ip", "-n", switch, "link", "set", f"port{n}", "master", "bridge", "up")
-            run("ip", "-n", name, "address", "add", f"10.111.0.{n + 1}/24", "dev", "eth0")
-            run("ip", "-n", name, "link", "set", "eth0", "up")
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            bucket = f"rate {mbits}mbit burst 16kb latency 500ms"
-            run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket.split())
+            run(f"ip netns add {name}")
+            run(f"ip -n {name} link add eth0 type veth peer name port{n} netns {switch}")
+            run(f"ip -n {switch} link set port{n} master bridge up")
+            run(f"ip -n {name} address add 10.111.0.{n + 1}/24 dev eth0")
+            run(f"ip -n {name} link set eth0 up")
+            run(f"ip -n {name} link set lo up")
+            bucket = f"tbf rate {mbits}mbit burst 16kb latency 500ms"
+            run(f"tc -n {name} qdisc add dev eth0 root {bucket}")
         yield names
     finally:
         for name in (*names, switch):
@@ -90,9 +82,9 @@ def hosts(number: int, mbits: float):
 
 
 def measure(places: list[list[str]], master: str, interface: str) -> dict[int, float]:
-    """A rank in each of the places (words that go before a command)."""
+    """Seconds by size, with a rank in each of the places (words that go before a command)."""
     env = {"MASTER_ADDR": master, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else c10d complains that hosts have no names
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else c10d warns that hosts have no names
     out = run_ranks([__file__, "--worker"], len(places), places, **env)
     return {int(size): seconds for size, seconds in json.loads(out[0]).items()}
 

@@ -18,40 +18,51 @@ def run(tmp_path, script: str, *words: str) -> str:
 
 @pytest.mark.long
 def test_speed_compares_with_the_limit(tmp_path):
-    out = run(tmp_path, "speed.py", *"--ranks 1 --rounds 1 --steps 40 --only limit ours".split())
+    words = "--ranks 1 --rounds 1 --steps 40 --only limit ours bare"
+    out = run(tmp_path, "speed.py", *words.split())
     assert re.search(r"^\| limit \| \d+ \| 1\.000 ", out, re.M), out
-    assert re.search(r"^\| ours \| \d+ \| \d\.\d{3} ", out, re.M), out
+    assert re.findall(r"^\| (ours|bare) \| \d+ \| \d\.\d{3} ", out, re.M) == ["ours", "bare"], out
     assert (tmp_path / "speed.png").stat().st_size > 5000
 
 
 @pytest.mark.long
-def test_speed_runs_everybody_on_two_processes(tmp_path):
+def test_speed_runs_all_contestants_on_two_ranks(tmp_path):
     pytest.importorskip("lightning")
     pytest.importorskip("accelerate")
     out = run(tmp_path, "speed.py", *"--ranks 2 --rounds 1 --steps 40".split())
     names = re.findall(r"^\| (\w+) \| \d+ ", out, re.M)
     peers = ["template", "examples", "lightning", "accelerate"]
-    assert names == ["limit", "waits", "sums", "ours", *peers]
+    assert names == ["limit", "sums", "ours", "bare", "reproducible", *peers]
 
 
 @pytest.mark.long
 def test_speed_takes_other_networks_and_data(tmp_path):
-    words = (
-        "--ranks 1 --rounds 1 --steps 40 --model resnet18 --dataset synthetic --size 32 --batch 8"
-    )
-    out = run(tmp_path, "speed.py", *words.split(), *"--amp --only limit ours template".split())
+    words = "--ranks 1 --rounds 1 --steps 40 --model resnet18 --dataset synthetic --size 32"
+    words += " --batch 8 --amp --only limit ours template"
+    out = run(tmp_path, "speed.py", *words.split())
     assert re.findall(r"^\| (\w+) \| \d+ ", out, re.M) == ["limit", "ours", "template"]
 
 
 @pytest.mark.long
-def test_loader_sets_itself_beside_bare_decoding(tmp_path):
+def test_speed_compares_with_another_checkout(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("train_distributed.py", "scripts", "benchmarks", "data"):
+        (other / name).symlink_to(REPO / name)
+    words = f"--ranks 1 --rounds 1 --steps 40 --only ours --before {other}"
+    out = run(tmp_path, "speed.py", *words.split())
+    assert re.findall(r"^\| (\w+) \| \d+ ", out, re.M) == ["before", "ours"]
+
+
+@pytest.mark.long
+def test_loader_is_compared_with_bare_decoding(tmp_path):
     out = run(tmp_path, "loader.py", *"--files 128 --rounds 1 --workers 0 1".split())
     assert re.search(r"^\| bare decoding, the limit \| \d+ \| 1\.000 ", out, re.M), out
     assert re.search(r"^\| ours, 1 workers \| \d+ \| \d\.\d{3} ", out, re.M), out
 
 
 @pytest.mark.long
-def test_startup_adds_up(tmp_path):
+def test_the_parts_of_the_startup_add_up(tmp_path):
     out = run(tmp_path, "startup.py", "--ranks", "1", "2", "--rounds", "1")
     for ranks in (1, 2):
         row = re.search(rf"^\| {ranks} \| (.*) \|$", out, re.M)[1]
@@ -62,12 +73,26 @@ def test_startup_adds_up(tmp_path):
 @pytest.mark.long
 def test_checkpoints_are_written_in_both_ways(tmp_path):
     out = run(tmp_path, "checkpoints.py", "--saves=2", f"--directory={tmp_path}")
-    assert "resnet18: 94 MB" in out and "stall, async / at once" in out
+    assert "resnet18: 94 MB" in out and "stall, async_checkpoint / as it is" in out
+
+
+@pytest.mark.long
+def test_overhead_of_the_trainer_and_of_the_guard(tmp_path):
+    out = run(tmp_path, "overhead.py", "--ranks=2", "--turns=4")
+    assert re.search(r"^2 rank\(s\): step [\d.]+ ms; with fault tolerance [\d.]+ \+- ", out, re.M)
+    hook, thread = re.search(r"hook ([\d.]+) us per step, thread (\d+) us per second", out).groups()
+    assert 0 < float(hook) < 1000 and 0 < int(thread) < 100_000
+
+
+@pytest.mark.long
+def test_accuracy_reads_what_both_reach(tmp_path, tiny):
+    words = [tiny[1], "--accuracy=1", "--rounds=1", "--cpu"]
+    assert re.search(r"^template / ours: \d", run(tmp_path, "accuracy.py", *words), re.M)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-def test_scaling_sets_predictions_beside_measurements(tmp_path):
+def test_scaling_compares_predictions_with_measurements(tmp_path):
     out = run(tmp_path, "scaling.py", *"--mbits 200 --hosts 3 --processes 2".split())
     assert out.count("| 200 Mbit/s |") == 6 and "one host: median error" in out
     assert (tmp_path / "scaling.png").stat().st_size > 5000

@@ -1,0 +1,217 @@
+"""The patches of docs/recipes: each applies to the trainer, and the patched trainer trains."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import REPO, context, load
+from torchvision.datasets import MNIST
+
+RECIPES = sorted((REPO / "docs/recipes").glob("*.patch"))
+TRAINER = (REPO / "train_distributed.py").read_text()
+
+SLOW_SAVES = """if True:
+    import time, torch
+    def save(*arguments, save=torch.save):
+        time.sleep(2)
+        save(*arguments)
+    torch.save = save
+"""
+FULL_DISK = """if True:
+    import torch
+    def save(*arguments):
+        raise OSError(28, "No space left on device")
+    torch.save = save
+"""
+
+
+def run_copy(path: str, argv: list[str], log: str, before: str) -> None:
+    """A trainer other than the repository's, in a process that has imported torch already."""
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    torch.set_num_threads(1)
+    exec(before, {})
+    load(Path(path)).main(argv)
+
+
+def check_shifts(path: str) -> None:
+    """shifted() moves a single white pixel by up to 2 pixels each way, and not always alike."""
+    images = torch.zeros(200, 1, 9, 9, dtype=torch.uint8)
+    images[:, 0, 4, 5] = 255
+    moved = load(Path(path)).shifted(images)
+    assert moved.shape == images.shape and moved.dtype == images.dtype
+    places = moved[:, 0].nonzero()
+    assert (moved[:, 0].sum((1, 2)) == 255).all()
+    assert {tuple(place) for place in places[:, 1:].tolist()} == {
+        (row, column) for row in range(2, 7) for column in range(3, 8)
+    }
+
+
+def patched(directory: Path, name: str, trainer: str = TRAINER) -> Path:
+    copy = directory / "train_distributed.py"
+    copy.write_text(trainer)
+    (directory / "data").symlink_to(REPO / "data")
+    command = ["git", "apply", REPO / f"docs/recipes/{name}.patch"]
+    result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return copy
+
+
+def start(copy: Path, run: str, *options: str, before: str = "") -> tuple[int, str]:
+    """(exit code, output) of a training in the directory `run` beside the copy."""
+    log = copy.with_name(f"{run}.log")
+    argv = [f"--checkpoint-dir={copy.with_name(run)}", "--log-every-steps=1", *options]
+    process = context.Process(target=run_copy, args=(str(copy), argv, str(log), before))
+    process.start()
+    process.join(200)
+    process.kill()
+    return process.exitcode, log.read_text()
+
+
+def train(copy: Path, *options: str, run: str = "run", before: str = "") -> list[dict]:
+    """The records of every step of a training that should succeed."""
+    code, output = start(copy, run, *options, before=before)
+    assert code == 0, output
+    lines = (copy.with_name(run) / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["kind"] == "train"]
+
+
+def weights(copy: Path, step: int, run: str = "run") -> dict[str, torch.Tensor]:
+    file = copy.with_name(run) / f"checkpoint_step_{step}.pt"
+    return torch.load(file, weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_small_clean_and_in_the_guide(tmp_path, recipe):
+    changed = re.findall(r"(?m)^[+-](?![+-]{2} )", recipe.read_text())
+    assert 0 < len(changed) < 60
+    assert recipe.name in (REPO / "docs/MAKE_IT_YOURS.md").read_text()
+    copy = patched(tmp_path, recipe.stem)
+    for command in (["check", "--quiet"], ["format", "--check", "--quiet"]):
+        ruff = [sys.executable, "-m", "ruff", *command, f"--config={REPO}/.ruff.toml", copy]
+        result = subprocess.run(ruff, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_applies_at_the_same_place_of_a_trainer_that_has_grown(tmp_path, recipe):
+    more, end = "# a comment of yours\n" * 40, TRAINER.index("\nimport argparse")
+    (tmp_path / "grown").mkdir()
+    grown = patched(tmp_path / "grown", recipe.stem, TRAINER[:end] + more + TRAINER[end:])
+    assert grown.read_text().replace(more, "") == patched(tmp_path, recipe.stem).read_text()
+
+
+def test_own_model(tmp_path):
+    copy = patched(tmp_path, "own_model")
+    records = train(copy, "--model=mlp", "--batch-size=16", "--stop-at-step=2")
+    assert 2 < records[0]["loss"] < 3  # of 10 classes, by chance: ln 10
+    assert {name.split(".")[0] for name in weights(copy, 2)} == {"hidden", "norm", "head"}
+
+
+def test_image_folder_trains_only_the_end_of_a_resnet(tmp_path):
+    digits = MNIST(REPO / "data/mnist_sample", train=False)
+    for part in ("train", "val"):
+        for number in range(24):
+            image, label = digits[number]
+            path = tmp_path / "images" / part / str(label % 2) / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.convert("RGB").save(path)
+    options = ["--dataset=imagefolder", f"--data-dir={tmp_path / 'images'}", "--image-size=32"]
+    options += ["--batch-size=8", "--num-workers=1"]
+    copy = patched(tmp_path, "image_folder")
+    more = ["--model=resnet18", "--checkpoint-every-steps=1", "--epochs=1"]
+    records = train(copy, *options, *more)
+    assert 0.3 < records[0]["loss"] < 3
+    first, second = weights(copy, 1), weights(copy, 2)
+    for name in ("conv1.weight", "layer3.1.conv2.weight"):
+        assert torch.equal(first[name], second[name])
+    for name in ("layer4.0.conv1.weight", "fc.weight"):
+        assert not torch.equal(first[name], second[name])
+    code, output = start(copy, "other", *options, "--model=mobilenet_v2")
+    assert (code, output.count("error:")) == (2, 1) and "fine-tunes ResNets only" in output
+
+
+def test_language_model_learns_text(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for page in (REPO / "docs").glob("*.md"):
+        (tmp_path / "texts" / f"{page.stem}.txt").write_text(page.read_text())
+    copy = patched(tmp_path, "language_model")
+    options = ["--dataset=text", "--batch-size=8", "--optimizer=adamw", "--lr=0.01"]
+    records = train(copy, *options, f"--data-dir={tmp_path / 'texts'}", "--stop-at-step=30")
+    assert 5 < records[0]["loss"] < 6.5  # per byte, of 256, by chance: ln 256 = 5.5
+    assert records[0]["accuracy"] < 0.2
+    assert records[-1]["loss"] < 3.8
+    code, output = start(copy, "other", *options, f"--data-dir={tmp_path}")
+    assert code == 2 and f"--data-dir {tmp_path} has less than" in output
+
+
+def test_learning_rate_schedules(tmp_path, tiny):
+    copy = patched(tmp_path, "learning_rate")
+    options = [*tiny, "--epochs=1", "--batch-size=51", "--lr=0.1", "--warmup-epochs=0.5"]
+    records = train(copy, *options, "--lr-base-batch-size=102", "--lr-schedule=constant")
+    assert [r["lr"] for r in records] == pytest.approx([0.05 / 3, 0.1 / 3, 0.05, 0.05])
+    records = train(copy, *options, "--min-lr=0.04", run="cosine")
+    middle = 0.04 + 0.06 * (1 + math.cos(math.pi / 2)) / 2
+    assert [r["lr"] for r in records] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, middle])
+
+
+def test_augmentation_is_drawn_from_the_seed_of_the_micro_batch(tmp_path):
+    copy = patched(tmp_path, "augmentation")
+    check = context.Process(target=check_shifts, args=(str(copy),))
+    check.start()
+    check.join(100)
+    assert check.exitcode == 0
+    options = ["--batch-size=8", "--global-batch-size=16"]
+    whole = train(copy, *options, "--stop-at-step=4")
+    train(copy, *options, "--stop-at-step=2", run="parts")
+    resumed = train(copy, *options, "--stop-at-step=4", run="parts")
+    assert [r["loss"] for r in resumed] == [r["loss"] for r in whole]
+    other = tmp_path / "unpatched"
+    other.mkdir()
+    (other / "data").symlink_to(REPO / "data")
+    (other / "train_distributed.py").write_text(TRAINER)
+    plain = train(other / "train_distributed.py", *options, "--stop-at-step=4")
+    assert plain[0]["loss"] != whole[0]["loss"]
+
+
+def test_async_checkpoint_writes_the_state_of_its_step_while_training_goes_on(tmp_path):
+    copy = patched(tmp_path, "async_checkpoint")
+    options = ["--batch-size=8", "--checkpoint-every-steps=1", "--stop-at-step=3"]
+    records = train(copy, *options, before=SLOW_SAVES)
+    assert records[1]["time"] - records[0]["time"] < 2  # did not wait for the first one
+    assert records[2]["time"] - records[0]["time"] > 2  # one at a time
+    copy.write_text(TRAINER)
+    train(copy, *options, run="plain")
+    for step in (1, 2, 3):
+        plain = weights(copy, step, "plain")
+        for name, value in weights(copy, step).items():
+            assert torch.equal(value, plain[name]), f"{name} of step {step}"
+    state = torch.load(tmp_path / "run/checkpoint_step_1.pt", weights_only=True)
+    assert state["global_step"] == 1
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["saved_step"]) == ("stopped", 3)
+
+
+def test_async_checkpoint_that_cannot_be_written_ends_the_run(tmp_path):
+    copy = patched(tmp_path, "async_checkpoint")
+    options = ["--batch-size=8", "--checkpoint-every-steps=1", "--stop-at-step=9"]
+    code, output = start(copy, "run", *options, before=FULL_DISK)
+    assert code == 2 and "Traceback" not in output
+    assert output.count("training goes on") == 2 and output.count("error: cannot write") == 1
+    assert "step 5" not in output
+
+
+def test_cuda_graphs_trains_and_refuses_what_it_cannot(tmp_path):
+    copy = patched(tmp_path, "cuda_graphs")  # without a GPU: compiled, but no graph
+    options = ["--batch-size=8", "--dropout=0", "--stop-at-step=3"]
+    compiled = train(copy, *options, "--compile")
+    plain = train(copy, *options, run="plain")
+    assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in plain], rel=1e-4)
+    code, output = start(copy, "other", *options, "--compile", "--reproducible")
+    assert code == 2 and "one rank only" in output
