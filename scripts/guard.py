@@ -157,7 +157,7 @@ def configure_process(world: dict[str, int]) -> None:
 
 
 def has_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
 
 
 # --------------------------------------------------------------------------------- rank check
@@ -233,7 +233,15 @@ def digest(path: Path) -> str:
 
 
 def gpu_of(local_rank: int) -> str:
-    """The UUID of the GPU that this rank will use; "" if there is none, or it is unknown.
+    """The UUID of the GPU that this rank will use; "" if there is none, or it is unknown."""
+    gpus = visible_gpus()
+    if len(gpus) < 2:  # srun --gpus-per-task=1, for example
+        return "".join(gpus)
+    return gpus[local_rank] if local_rank < len(gpus) else "none"
+
+
+def visible_gpus() -> list[str]:
+    """The UUIDs of this process's GPUs, in the order of their numbers; [] if they are unknown.
 
     Asks nvidia-smi: asking CUDA would initialise it, after which a script may not fork any more.
     """
@@ -241,46 +249,50 @@ def gpu_of(local_rank: int) -> str:
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return []
     gpus = output.stdout.split()
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         names = visible.split(",")
         gpus = [gpus[int(n)] if n.isdigit() and int(n) < len(gpus) else n for n in names]
-    if len(gpus) == 1:  # srun --gpus-per-task=1, for example
-        return gpus[0]
-    return gpus[local_rank] if local_rank < len(gpus) else "none"
+    return gpus
 
 
 def connect(world: dict[str, int], timeout: float):
-    """A client of the store on MASTER_ADDR, which torchrun's agent or rank 0 serves.
-
-    The script's own init_process_group() shares that server: hence multi_tenant.
-    """
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
+    """open_store(), or a sentence why not."""
     address, port, rank = os.environ["MASTER_ADDR"], world["MASTER_PORT"], world["RANK"]
     resolve(address, port, min(30, timeout))
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     give_up = threading.Timer(timeout + 10, end_now, [f"{address}:{port} is not a PyTorch store"])
     give_up.daemon = True
     give_up.start()
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=rank == 0 and not by_agent,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return open_store(world, timeout)
     except Exception as error:  # DistError, or RuntimeError in older versions
         text = str(error).strip().split("\n")[0]
         remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
         fail(f"rank {rank} on {HOST} cannot reach {address}:{port} ({text}): {remedy}", "port")
     finally:
         give_up.cancel()
+
+
+def open_store(world: dict[str, int], timeout: float):
+    """A client of the store on MASTER_ADDR, which torchrun's agent or rank 0 serves.
+
+    The script's own init_process_group() shares that server: hence multi_tenant. Hangs if another
+    program answers there.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        world["MASTER_PORT"],
+        is_master=world["RANK"] == 0 and not by_agent,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"guard {restart}", store)
 
@@ -316,22 +328,27 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
             f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
             f"see their logs (ranks here: {where})"
         )
-    for rank, info in enumerate(infos):
-        for what in infos[0]["same"].keys() | info["same"].keys():
-            mine, other = (i["same"].get(what, "missing") for i in (infos[0], info))
-            if mine != other:
-                return (
-                    f"{what} differs: {other} for rank {rank} on {info['host']}, {mine} for rank 0"
-                )
-    for host, ranks in hosts.items():
+    return next(find_differences(infos), "")
+
+
+def find_differences(infos: list[dict | None]):
+    """Which ranks run other software than rank 0, or share a GPU: a sentence each."""
+    for what in sorted({what for info in infos if info for what in info["same"]}):
+        values = [info and info["same"].get(what, "missing") for info in infos]
+        for value in dict.fromkeys(values):
+            if value not in (None, values[0]):
+                ranks = [rank for rank, other in enumerate(values) if other == value]
+                hosts = ", ".join(dict.fromkeys(infos[rank]["host"] for rank in ranks))
+                who = f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)} on {hosts}"
+                yield f"{what} differs: {value} for {who}, {values[0]} for rank 0"
+    for host, ranks in ranks_by_host(infos).items():
         gpus = {infos[rank]["gpu"] for rank in ranks}
         if "none" in gpus or (gpus != {""} and len(gpus) < len(ranks)):
-            return (
+            yield (
                 f"Duplicate GPU detected: on {host}, ranks {format_ranges(ranks)} share "
                 f"{len(gpus - {'none'})} visible GPUs: start as many processes as there are GPUs "
                 "(or, if you mean it, set GUARD=0)"
             )
-    return ""
 
 
 def ranks_by_host(infos: list[dict | None]) -> dict[str, list[int]]:
