@@ -204,9 +204,9 @@ def count_cores() -> int:
 
 def cores():
     found, share = count_cores(), os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    text = f"this process may use {found} of the {os.cpu_count()} cores here"
+    text = f"this process may use {found} of {os.cpu_count()} cores"
     if (found == 1 and share > 1) or (found == 2 and share > 7):  # a core, or its two threads
-        text += f", which has {share} per rank"
+        text += f", but there are {share} for each rank"
         remedy = "srun --cpus-per-task=N (from Slurm 22.05 on, srun does not take it from sbatch)"
         yield Finding("WARN", "cores", text, remedy)
     else:

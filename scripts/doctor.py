@@ -540,7 +540,10 @@ def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
         if error := (outcome or {"error": "no answer"}).get("error"):
             errors.setdefault(error, []).append(rank)
     if errors:
-        texts = [f"ranks {guard.format_ranges(r)}: {error}" for error, r in errors.items()]
+        texts = [
+            f"rank{'s' * (len(ranks) > 1)} {guard.format_ranges(ranks)}: {error}"
+            for error, ranks in errors.items()
+        ]
         remedy = "search docs/TROUBLESHOOTING.md for this; see also the findings on the network"
         return Finding("FAIL", "all_reduce", "; ".join(texts), remedy)
     outcome, texts = outcomes[0], []

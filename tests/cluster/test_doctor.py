@@ -73,8 +73,12 @@ def test_a_healthy_cluster_gets_no_warning(cluster, repo, tmp_path, script):
     seconds, code, findings, text = job(cluster, repo, tmp_path / "run", script)
     assert code == 0 and findings, text
     assert not found(findings, "WARN") and not found(findings, "FAIL"), text
-    checks = {finding["check"] for finding in findings}
-    assert {"ranks", "clocks", "run directory", "network", "all_reduce"} <= checks
+    checks = {finding["check"]: finding for finding in findings}
+    assert {"ranks", "clocks", "run directory", "network", "all_reduce"} <= checks.keys()
+    measured = checks["all_reduce"]["data"]  # for scripts/plan.py
+    assert (measured["ranks"], measured["local"]) == (4, 2)
+    sizes = [f"{name} {size}" for name in ("all", "node") for size in (8 << 10, 4 << 20)]
+    assert list(measured["seconds"]) == sizes and min(measured["seconds"].values()) > 0
     print(f"{seconds:.0f} s")
 
 
@@ -266,4 +270,4 @@ def test_one_core_for_each_rank_where_there_are_more(racks, repo, tmp_path):
     words = ["--hint=nomultithread", *command]
     code, text = racks.on("login", "srun", *flags, *words, cwd=repo)
     lines = found(findings_in(text), "WARN")
-    assert [line for line in lines if "cores: this process may use 1 of the " in line], text
+    assert [line for line in lines if "cores: this process may use 1 of " in line], text
