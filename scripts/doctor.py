@@ -484,7 +484,7 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
         text = f"{times[slowest]:.0f} ms there and back"
         near = {rank for pair in times.keys() - far for rank in pair}
         if len(culprit := set.intersection(*map(set, far)) - near) == 1:
-            where, text = names[culprit.pop()], f"{text} to each of the others"
+            where, text = names[culprit.pop()], f"{text} to some of the others"
         remedy = "does it use the network of the cluster (`ip route get`)? If not, leave it out"
         findings.append(Finding("WARN", "network", text, remedy, where))
     for sender, shares in lost.items():
@@ -548,14 +548,15 @@ def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
         return Finding("FAIL", "all_reduce", "; ".join(texts), remedy)
     outcome, texts = outcomes[0], []
     outcome["links"] = sorted({link for other in outcomes.values() for link in other["links"]})
-    for key, seconds in outcome["seconds"].items():
-        name, size = key.split()[0], int(key.split()[1])
-        n = outcome["ranks" if name == "all" else "local"]
-        bus = size / seconds * 2 * (n - 1) / n / 1e9  # as nccl-tests define it
-        small, large = f"{size >> 10} KiB in {1e6 * seconds:.0f} us", f"{size >> 20} MiB at "
-        what = small if size < 1 << 20 else f"{large}{bus:.2f} GB/s (bus)"
-        texts.append(f"{n} ranks{' of a node' * (name == 'node')}: {what}")
-    text = ", ".join(texts) + f", over {', '.join(outcome['links'])}" * bool(outcome["links"])
+    for name, n in ("all", outcome["ranks"]), ("node", outcome["local"]):
+        times = [(int(k.split()[1]), s) for k, s in outcome["seconds"].items() if name in k]
+        if times:
+            (small, latency), (large, seconds) = times
+            bus = large / seconds * 2 * (n - 1) / n / 1e9  # as nccl-tests define it
+            text = f"{n} ranks" + " of a node" * (name == "node")
+            text += f": {small >> 10} KiB in {1e6 * latency:.0f} us"
+            texts.append(f"{text}, {large >> 20} MiB at {bus:.2f} GB/s (bus)")
+    text = "; ".join(texts) + f"; over {', '.join(outcome['links'])}" * bool(outcome["links"])
     return Finding("OK", "all_reduce", text, data=outcome)  # for scripts/plan.py
 
 
