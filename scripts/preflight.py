@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Check this node just before a launch: would its workers fail? Takes at most two seconds.
+
+    python scripts/preflight.py [--nnodes N --node-rank R --master-addr A --master-port P]
+                                [--nproc-per-node K] SCRIPT [ARGUMENT ...]
+
+scripts/cluster_train.sh calls it on each node. A launch that would fail is refused in one sentence,
+which also goes to FAILURE_FILE; what slows the training down is a warning. Without a master address
+and port, it skips the checks of the master; scripts/doctor.py checks all nodes together. It prints
+the number of GPUs that PyTorch sees, and imports PyTorch only where there are GPUs.
+Exit code: 0; 2 if the launch was refused.
+"""
+
+import argparse
+import errno
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import checks
+import guard
+from guard import HOST
+
+PROGRAM = Path(sys.argv[0]).name  # preflight.py, or doctor.py, which imports this file
+
+
+def refuse(text: str, cause: str = "configuration") -> None:
+    """End here: the launch would fail."""
+    print(f"{PROGRAM}: error: {HOST}: {text}", file=sys.stderr, flush=True)
+    guard.write_failure(cause, text, int(os.environ.get("RANK", 0)))
+    sys.exit(2)
+
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    refuse(f"{sys.executable} is not Python 3.11 or newer: see scripts/site.sh")
+
+CPUINFO = Path("/proc/cpuinfo")
+BF16_PROBE = "import torch; x = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(x, x)"
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    request = read_request(args.arguments)
+    if missing := checks.missing_packages(args.script):
+        packages = "pip install -r requirements.txt, or see scripts/site.sh"
+        refuse(f"{sys.executable} has no {', '.join(missing)}: {packages}")
+    gpu_count = count_gpus()
+    workers = args.nproc_per_node or gpu_count or 1
+    if re.findall(r"\b(nccl|gloo)\b", request)[-1:] == ["nccl"] and gpu_count < workers:
+        ask = "ask for GPUs, or set BACKEND=gloo"
+        refuse(f"{workers} workers for nccl, but {gpu_count} visible GPUs: {ask}")
+    if args.master_addr and args.master_port:
+        check_master(args)
+    if re.search(r"\bbf16\b", request) and not gpu_count:
+        check_bf16()
+    findings = checks.environment() + checks.shared_memory()
+    for finding in findings + (checks.attempt(checks.gpus) if guard.has_gpu() else []):
+        if finding.level != "OK":
+            text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
+            print(text, file=sys.stderr, flush=True)
+    with suppress(BrokenPipeError):  # the launcher was told to stop
+        os.write(1, f"{gpu_count}\n".encode())
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(prog="preflight.py", description=__doc__, **style)
+    add = parser.add_argument
+    add("--nnodes", type=int, default=1)
+    add("--node-rank", type=int, default=0)
+    add("--master-addr", help="the host of node rank 0")
+    add("--master-port", type=int)
+    add("--nproc-per-node", type=int, default=0, help="workers; 0: as many as GPUs, or 1 [0]")
+    add("script", metavar="SCRIPT", help="the training script")
+    add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
+    return parser.parse_args(argv)
+
+
+def read_request(arguments: list[str]) -> str:
+    """What the training is asked to do: the configuration files without their comments, and the
+    arguments, which come last because they win."""
+    texts = []
+    for path in (Path(argument.split("=")[-1]) for argument in arguments):
+        with suppress(OSError):
+            if path.suffix in (".yaml", ".yml", ".json", ".toml") and path.is_file():
+                texts.append(re.sub(r"#.*", "", path.read_text(errors="replace")))
+    return " ".join(texts + arguments)
+
+
+def count_gpus() -> int:
+    if not guard.has_gpu():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_master(args: argparse.Namespace) -> None:
+    """On its host the port must be free; the other nodes must reach it."""
+    master, port, remedy = args.master_addr, args.master_port, "set MASTER_ADDR to an address of it"
+    try:
+        address = socket.getaddrinfo(master, port, type=socket.SOCK_STREAM)[0][4]
+    except OSError as error:
+        refuse(f"master {master} is unknown here ({error.strerror}): {remedy}")
+    if args.node_rank == 0:
+        with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address[0], port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    text = f"port {port} is in use here, on the master"
+                    refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
+                text = f"node rank 0 is here, but master {master} ({address[0]}) is not"
+                refuse(f"{text} ({error.strerror}): set MASTER_ADDR to an address of this host")
+    elif address[0].startswith("127."):
+        text = f"master {master} is {address[0]} here, this node itself"
+        refuse(f"{text}: set MASTER_ADDR to an address that all nodes reach")
+    else:
+        try:
+            socket.create_connection(address[:2], timeout=10).close()
+        except ConnectionRefusedError:
+            pass  # the host answers; its store is not there yet
+        except OSError as error:
+            text = f"cannot reach master {master} ({address[0]}): {error.strerror or error}"
+            refuse(f"{text}: is MASTER_ADDR right, and its node up?", "node lost")
+
+
+def check_bf16() -> None:
+    """A virtual machine may list AMX and trap it: a bf16 product then ends the process (SIGILL)."""
+    if not CPUINFO.exists() or " amx_" not in CPUINFO.read_text():
+        return
+    probe = subprocess.run([sys.executable, "-c", BF16_PROBE], capture_output=True)
+    if probe.returncode == -signal.SIGILL:
+        text = "bf16 ends with SIGILL here: the CPU lists AMX, but the machine traps it"
+        refuse(f"{text}: export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or train without bf16")
+
+
+if __name__ == "__main__":
+    main()

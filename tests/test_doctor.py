@@ -1,0 +1,215 @@
+"""The doctor on this machine: what needs no cluster, simulated where it needs a GPU."""
+
+import argparse
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from findings import DOCTOR, found
+from harness import LAUNCH_VARIABLES, REPO, free_port
+
+sys.path.append(str(REPO / "scripts"))
+
+import checks  # noqa: E402
+import doctor  # noqa: E402
+import guard  # noqa: E402
+
+ENV = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.search(name)}
+
+
+def run(*arguments, **env) -> subprocess.CompletedProcess:
+    command = [sys.executable, DOCTOR, *map(str, arguments)]
+    return subprocess.run(command, env=ENV | env, capture_output=True, text=True, cwd=REPO)
+
+
+SMI = """#!/bin/sh
+# Stands in for nvidia-smi where there is no GPU: its answers have the same form.
+case "$*" in
+  *compute-apps*) echo "GPU-5d3f2a, 4711" ;;
+  *gpu=uuid,*) echo "GPU-5d3f2a, 0, NVIDIA H200, 570.86, 143771, 17012, 2, 350.00, 700.00" ;;
+  *) echo GPU-5d3f2a ;;
+esac
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path) -> str:
+    """A PATH with the stand-in."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(SMI)
+    script.chmod(0o755)
+    return f"{tmp_path}:{os.environ['PATH']}"
+
+
+def test_a_left_over_process_and_a_sick_gpu(nvidia_smi):
+    result = run("--json", PATH=nvidia_smi)
+    assert result.returncode == 2, result.stderr
+    findings = json.loads(result.stdout)
+    warnings = found(findings, "WARN")
+    assert warnings[:2] == [
+        ": GPU memory: 17012 of 143771 MiB of GPU 0 are in use by process 4711",
+        ": GPU power: the power of GPU 0 is limited to 350.00 of 700.00 W",
+    ]
+    assert "sees 0 of 1 GPUs, driver 570.86" in warnings[2]
+    assert found(findings, "FAIL") == [": GPU memory: GPU 0 has 2 uncorrected memory errors"]
+
+
+def test_gpus_of_other_jobs_are_not_checked(nvidia_smi):
+    result = run("--json", PATH=nvidia_smi, CUDA_VISIBLE_DEVICES="GPU-777")
+    assert [f for f in json.loads(result.stdout) if f["check"] in ("GPU memory", "GPU power")] == []
+
+
+def test_two_ranks_on_one_device(monkeypatch):
+    """Simulated: the rank info of ranks on a GPU."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
+    rank = doctor.Rank(argparse.Namespace(), world)
+    info = {"host": "n1", "same": {"PyTorch": "2.15"}, "gpu": "GPU-1", "alike": {}, "findings": []}
+    rank.compare_ranks([info, info])
+    (text,) = found([vars(finding) for finding in rank.findings], "FAIL")
+    assert text.startswith(
+        ": same everywhere: Duplicate GPU detected: on n1, ranks 0-1 share 1 visible GPUs: "
+    )
+
+
+def test_nccl_s_log_tells_the_transport():
+    log = (
+        "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
+        "n1:1:2 [0] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/3/GDRDMA\n"
+        "n1:1:2 [0] NCCL INFO Channel 01 : 0[0] -> 1[1] via SHM/direct/direct\n"
+    )
+    assert doctor.nccl_links(log) == ["NET/IB/GDRDMA", "P2P/CUMEM", "SHM/direct"]
+
+
+def test_missing_packages_are_named_and_the_rest_is_checked_all_the_same():
+    command = [sys.executable, "-S", DOCTOR]  # without its site-packages
+    result = subprocess.run(command, env=ENV, capture_output=True, text=True, cwd=REPO)
+    assert result.returncode == 2 and not result.stderr
+    assert f"FAIL packages          {sys.executable} has no torch, torchvision" in result.stdout
+    assert "OK   disk" in result.stdout
+
+
+def test_the_config_tells_where_the_data_is_and_the_command_line_wins(tmp_path):
+    config = tmp_path / "my.yaml"
+    config.write_text("dataset: imagefolder\ndata_dir: /absent\n# dataset: mnist\nepochs: 3\n")
+    result = run("--json", "--config", config)
+    (line,) = [f["observed"] for f in json.loads(result.stdout) if f["level"] == "FAIL"]
+    assert "--dataset imagefolder needs /absent/train, which does not exist" in line
+    result = run("--json", "--config", config, "--dataset=mnist_sample")
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "absent.yaml"], "cannot read --config absent.yaml: [Errno 2] No such file"),
+        (["configs/default_config.yaml"], "configs/default_config.yaml is not an option outside"),
+        (["--conf=x.yaml"], "--conf=x.yaml is not an option outside of a launch: see --help"),
+    ],
+)
+def test_without_a_launch_it_refuses_what_it_does_not_know(words, message):
+    result = run(*words)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"doctor.py: error: {guard.HOST}: {message}")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("#SBATCH --nodes=2\n#SBATCH --output=run_%j/out\nsrun python x.py\n", []),
+        ("#!/bin/sh\ncd x\n#SBATCH --nodes=2\n", ["WARN 3 `#SBATCH --nodes=2` comes after"]),
+        ("##PBS -l select=2\n", ["WARN 1 `##PBS -l select=2` is a comment"]),
+        ("#SBATCH --ntasks-per-node=4\ntorchrun x.py\n", ["WARN 1 --ntasks-per-node=4, but"]),
+        ("#SBATCH --ntasks-per-node=4\necho no torchrun\n", []),
+        ("#SBATCH --gpus-per-node=4 --gpus-per-task=1\n", ["WARN 1 --gpus-per-task beside"]),
+        ("#SBATCH --error none/%j.err\n", ["FAIL 1 --error in none/, which does not exist"]),
+    ],
+)
+def test_a_launch_script(tmp_path, text, expected):
+    script = tmp_path / "job.slurm"
+    script.write_text(text)
+    findings = [*checks.launch_script(script)]
+    lines = [f"{f.level} {f.where.split(':')[1]} {f.observed}" for f in findings]
+    assert len(lines) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(lines, expected)), lines
+
+
+def results(**changes) -> dict:
+    """Of a healthy network of three nodes, in which "ab" (a sends to b) and others differ."""
+    healthy = {"milliseconds": 0.1, "gbit": 20.0, "lost": 0.0}
+    pairs = {(a, b): healthy for a in range(3) for b in range(3) if a != b}
+    return pairs | {(ord(n[0]) - 97, ord(n[1]) - 97): value for n, value in changes.items()}
+
+
+FAR = {"milliseconds": 40.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["OK : TCP 20.0 to 20.0 Gbit/s"]),
+        ({"ab": FAR, "ba": FAR}, ["WARN a and b: 40 ms there and back"]),
+        (
+            {"ab": FAR, "ba": FAR, "bc": FAR, "cb": FAR},
+            ["WARN b: 40 ms there and back to each of the others"],
+        ),
+        ({"ab": {"milliseconds": 50.0}, "bc": FAR}, ["WARN a and b: 50 ms there and back"]),
+        (
+            {"cb": {"milliseconds": 0.1, "gbit": 1.0, "lost": 0.03}},
+            ["WARN c: 3.0% of the packets that it sends to b are lost"],
+        ),
+        ({"ca": {"error": "refused"}}, ["FAIL : c cannot send to a: refused"]),
+    ],
+)
+def test_what_the_measured_network_means(changes, expected):
+    findings = doctor.network_findings(results(**changes), {0: "a", 1: "b", 2: "c"})
+    lines = [f"{f.level} {f.where}: {f.observed}" for f in findings]
+    assert len(lines) == len(expected) and lines[0].startswith(expected[0]), lines
+
+
+def test_in_a_launch_a_warning_is_no_failure_and_any_option_is_accepted():
+    where = ["--nnodes=1", "--node-rank=0", "--nproc-per-node=2", "--master-addr=localhost"]
+    words = [*where, f"--master-port={free_port()}", "--json", "--epochs=3", "--my-own-option"]
+    result = run(*words, NCCL_P2P_DISABLE="1")
+    assert result.returncode == 0, result.stderr
+    findings = json.loads(result.stdout)
+    assert any("NCCL_P2P_DISABLE" in line for line in found(findings, "WARN"))
+    (measured,) = [f["data"] for f in findings if f["check"] == "all_reduce"]
+    assert (measured["ranks"], measured["local"]) == (2, 2)
+    assert list(measured["seconds"]) == ["all 8192", "all 4194304"]
+
+
+def rank_of_two(rank: int, port: int, code: str) -> subprocess.Popen:
+    """One of two ranks; the code may change the doctor's time limits."""
+    env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    code = f"import sys; sys.path.append({str(REPO / 'scripts')!r}); import doctor; {code}"
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=ENV | env, stdout=subprocess.PIPE, text=True, cwd=REPO)
+
+
+def test_a_rank_that_stops_after_the_ranks_have_met_is_named():
+    port = free_port()
+    code = "doctor.REDUCE_SECONDS = 2; doctor.main()"
+    first = rank_of_two(0, port, code)
+    stop = "doctor.Rank.check_all_reduce = lambda self: doctor.os._exit(9); doctor.main()"
+    second = rank_of_two(1, port, stop)
+    output, _ = first.communicate(timeout=60)
+    second.communicate()
+    assert first.returncode == 2
+    assert re.search(r"(?m)^FAIL all_reduce +rank 0: .*; rank 1: no answer: ", output), output
+
+
+def test_another_program_on_the_master_port_is_named():
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        code = "doctor.MEET_SECONDS = -4; import os; rank = doctor.Rank(doctor.parse([])[0], "
+        code += "doctor.guard.launch_environment(os.environ)); rank.info = {}; rank.meet(); "
+        code += "print(rank.findings[0], flush=True); os._exit(0)"
+        output, _ = rank_of_two(1, port, code).communicate(timeout=60)
+    assert f"has no store at localhost:{port}: another program answers there" in output

@@ -1,0 +1,234 @@
+"""The check of a node before each launch: what it refuses, and what it warns of."""
+
+import ast
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from harness import LAUNCH_VARIABLES, REPO, free_port
+
+sys.path.append(str(REPO / "scripts"))
+
+import checks  # noqa: E402
+import guard  # noqa: E402
+import preflight  # noqa: E402
+
+PREFLIGHT = REPO / "scripts/preflight.py"
+CONFIG = "configs/default_config.yaml"
+ENV = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.search(name)}
+
+
+@pytest.fixture
+def check(tmp_path):
+    """check(argument, ...) -> (exit code, stdout, stderr); a refusal is also in FAILURE_FILE."""
+
+    def check(*arguments, python=(), **env):
+        failure = tmp_path / "failure.json"
+        failure.unlink(missing_ok=True)
+        command = [sys.executable, *python, PREFLIGHT, *map(str, arguments)]
+        env = ENV | {"FAILURE_FILE": str(failure)} | env
+        result = subprocess.run(command, env=env, capture_output=True, text=True, cwd=REPO)
+        assert failure.exists() == (result.returncode == 2)
+        if failure.exists():
+            facts = json.loads(failure.read_text())
+            error = f"preflight.py: error: {facts['host']}: {facts['reason']}\n"
+            assert result.stderr == error and result.stdout == ""
+        return result.returncode, result.stdout, result.stderr
+
+    return check
+
+
+@pytest.fixture
+def no_torch(tmp_path) -> dict[str, str]:
+    """A PyTorch that cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise RuntimeError('PyTorch was imported')\n")
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def where(rank: int, address: str, port: int, nodes: int = 2) -> list[str]:
+    words = f"--nnodes {nodes} --node-rank {rank} --master-addr {address} --master-port {port}"
+    return words.split()
+
+
+def test_a_node_without_gpus_passes_and_pytorch_is_not_imported(check, no_torch):
+    words = [*where(0, "localhost", free_port(), nodes=1), "--nproc-per-node=2"]
+    words += ["train_distributed.py", "--config", CONFIG, "--epochs=2"]
+    assert check(*words, **no_torch) == (0, "0\n", "")
+
+
+def test_without_a_master_the_rest_is_checked(check):
+    assert check("my_train.py", "--nnodes=3") == (0, "0\n", "")
+    code, _, error = check("--nproc-per-node=2", "my_train.py", "--backend=nccl")
+    assert code == 2 and "2 workers for nccl" in error
+
+
+def test_missing_packages(check):
+    code, _, error = check("train_distributed.py", python=["-S"])  # without its site-packages
+    assert code == 2
+    assert f"{sys.executable} has no torch, torchvision, yaml, tqdm: pip install -r" in error
+    code, _, error = check("my_train.py", python=["-S"])
+    assert code == 2 and "has no torch: pip install -r" in error
+
+
+def test_an_old_python():
+    """Simulated, for want of one."""
+    code = "import runpy, sys; sys.version_info = (3, 8, 10); sys.argv = sys.argv[1:]; "
+    command = [sys.executable, "-c", code + "runpy.run_path(sys.argv[0])", PREFLIGHT, "x.py"]
+    env = ENV | {"PYTHONPATH": str(REPO / "scripts")}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"preflight.py: error: {guard.HOST}: {sys.executable} is not Python 3.11 or newer: see "
+        "scripts/site.sh\n"
+    )
+
+
+@pytest.mark.parametrize("file", [PREFLIGHT, checks.__file__, guard.__file__])
+def test_an_old_python_can_read_the_file(file):
+    with open(file) as source:
+        ast.parse(source.read(), feature_version=(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "refused"),
+    [
+        ("", ["--distributed-backend", "nccl"], True),
+        ("distributed_backend: nccl  # or gloo\n", [], True),
+        ("distributed_backend: nccl\n", ["--distributed-backend=gloo"], False),
+        ("distributed_backend: null  # or nccl\n", [], False),
+    ],
+)
+def test_too_few_gpus_for_nccl(check, tmp_path, config, arguments, refused):
+    file = tmp_path / "my.yaml"
+    file.write_text(config)
+    words = ["--nproc-per-node=4", "train_distributed.py", f"--config={file}", *arguments]
+    code, _, error = check(*words)
+    assert code == 2 * refused
+    assert not refused or "4 workers for nccl, but 0 visible GPUs: ask for GPUs" in error
+
+
+def test_an_unknown_master(check):
+    code, _, error = check(*where(1, "no-such-host.invalid", 29400), "x.py")
+    assert code == 2 and "master no-such-host.invalid is unknown here (" in error
+    assert "set MASTER_ADDR" in error
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_port_in_use_on_the_master(check, tmp_path, nodes):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        code, _, error = check(*where(0, "127.0.0.1", port, nodes), "x.py")
+        assert code == 2
+        assert f"port {port} is in use here, on the master: set another MASTER_PORT" in error
+        assert json.loads((tmp_path / "failure.json").read_text())["cause"] == "port"
+    assert check(*where(0, "127.0.0.1", port, nodes), "x.py") == (0, "0\n", "")
+
+
+def test_a_master_that_is_another_host(check):
+    code, _, error = check(*where(0, "192.0.2.1", 29400), "x.py")  # an address for examples
+    assert code == 2 and "node rank 0 is here, but master 192.0.2.1 (192.0.2.1) is not" in error
+
+
+def test_a_master_that_is_this_host_everywhere(check):
+    code, _, error = check(*where(1, "localhost", 29400), "x.py")
+    assert code == 2 and "master localhost is 127.0.0.1 here, this node itself" in error
+
+
+def test_harmful_variables_are_warnings(check):
+    code, out, error = check(
+        "x.py", NCCL_P2P_DISABLE="1", NCCL_DEBUG="INFO", GLOO_SOCKET_IFNAME="q"
+    )
+    assert (code, out) == (0, "0\n")
+    start = f"preflight.py: WARNING: {guard.HOST}: "
+    lines = error.splitlines()
+    assert lines[0] == f"{start}NCCL_P2P_DISABLE=1 disables direct transfers between GPUs: unset it"
+    assert lines[1].startswith(f"{start}NCCL_DEBUG=INFO writes")
+    assert lines[2].startswith(f"{start}GLOO_SOCKET_IFNAME=q, but there are only ")
+    assert len(lines) == 3
+    assert check("x.py", NCCL_DEBUG="INFO", LOG_LEVEL="DEBUG")[2] == ""  # the user asked for it
+    assert check("x.py", NCCL_P2P_DISABLE="0")[2] == ""
+
+
+def test_gpus_that_are_in_use_or_not_seen_are_warnings(monkeypatch, tmp_path, capfd):
+    """Simulated: a GPU, and nvidia-smi."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\ncase "$*" in *apps*) echo "GPU-5, 4711" ;;\n*gpu=uuid,*) '
+        'echo "GPU-5, 0, H200, 570.86, 143771, 17012, 0, [N/A], [N/A]" ;; *) echo GPU-5 ;; esac\n'
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(guard, "has_gpu", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py"])
+    preflight.main()
+    out, error = capfd.readouterr()
+    assert out == "0\n" and len(error.splitlines()) == 2
+    assert "17012 of 143771 MiB of GPU 0 are in use by process 4711: if it is left" in error
+    assert "sees 0 of 1 GPUs, driver 570.86: ask the scheduler for GPUs" in error
+
+
+@pytest.fixture
+def bf16(monkeypatch, tmp_path):
+    """bf16(probe, argument, ...): on a CPU that lists AMX; the probe is a stand-in."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile amx_int8\n")
+    monkeypatch.setattr(preflight, "CPUINFO", cpuinfo)
+
+    def run(probe: str, *arguments):
+        monkeypatch.setattr(preflight, "BF16_PROBE", probe)
+        monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py", *arguments])
+        preflight.main()
+
+    return run
+
+
+SIGILL = f"import os; os.kill(os.getpid(), {signal.SIGILL:d})"
+
+
+def test_bf16_that_would_end_with_sigill_is_refused(bf16, tmp_path, monkeypatch, capsys):
+    config = tmp_path / "my.yaml"
+    config.write_text("amp: bf16\n")
+    for words in (
+        ["--amp", "bf16"],
+        ["--amp=bf16"],
+        ["--precision=bf16-mixed"],
+        ["--config", config],
+    ):
+        monkeypatch.setenv("FAILURE_FILE", str(tmp_path / "failure"))
+        with pytest.raises(SystemExit) as error:
+            bf16(SIGILL, *map(str, words))
+        assert error.value.code == 2
+        text = capsys.readouterr().err
+        assert "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in text and text.count("\n") == 1
+    assert "SIGILL" in json.loads((tmp_path / "failure").read_text())["reason"]
+
+
+def test_bf16_is_probed_once_and_only_if_asked_for(bf16, tmp_path, monkeypatch):
+    count = f"open({str(tmp_path / 'probes')!r}, 'a').write('.')"
+    bf16(count, "--amp=bf16")
+    bf16(count, "--amp=fp16", "--config", str(REPO / CONFIG))  # whose comments mention bf16
+    assert (tmp_path / "probes").read_text() == "."
+    monkeypatch.setattr(preflight, "count_gpus", lambda: 1)
+    bf16(count, "--amp=bf16")
+    preflight.CPUINFO.write_text("flags : fpu avx2\n")
+    monkeypatch.setattr(preflight, "count_gpus", lambda: 0)
+    bf16(count, "--amp=bf16")
+    assert (tmp_path / "probes").read_text() == "."
+
+
+def test_bf16_is_accepted_where_the_variable_helps(bf16, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    bf16(f"import os\nif 'ONEDNN_MAX_CPU_ISA' not in os.environ: {SIGILL}", "--amp=bf16")
+
+
+@pytest.mark.parametrize("free", [0.5, 2.0])
+def test_a_tiny_dev_shm_is_a_warning(monkeypatch, free):
+    """Simulated here; the cluster tests have a real one."""
+    usage = type("usage", (), {"free": free * checks.GIB, "total": 4 * checks.GIB})
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
+    (finding,) = checks.shared_memory()
+    assert finding.level == ("WARN" if free < 1 else "OK")
