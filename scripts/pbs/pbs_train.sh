@@ -9,6 +9,7 @@
 # Environment (qsub -v NAME=VALUE; and that of scripts/cluster_train.sh and scripts/supervise.py):
 #   ARGS       config and options, which not every qsub can pass on as arguments    []
 #   REPO_ROOT  this repository                            [where qsub was called]
+#   LOG_DIR    a directory that all nodes see             [logs]
 #   DRY_RUN    1: print the commands only                 []
 #
 # Examples:
@@ -26,6 +27,7 @@ set -euo pipefail
 
 ARGS="${ARGS:-}"
 REPO_ROOT="${REPO_ROOT:-}"
+LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -109,7 +111,7 @@ main() {
   fi
   mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
   port="${MASTER_PORT:-$("${PYTHON:-python3}" scripts/guard.py --free-port)}" # this is the first host
-  directory="$PWD/logs/pbs_$PBS_JOBID"
+  directory="$(realpath -m "$LOG_DIR")/pbs_$PBS_JOBID"
   if [[ -z "$DRY_RUN" ]]; then
     trap end EXIT
     trap exit INT

@@ -144,15 +144,19 @@ def connect(path, host):
         command = [*SSH, host, "exec bash -s"]
         ssh = subprocess.Popen(command, stdin=launcher, preexec_fn=stop_with_parent, **output)
         # -p: the log goes on when nobody reads the screen any more
-        subprocess.run(["tee", "-p", f"logs/node_{host}.log"], stdin=ssh.stdout)
+        subprocess.run(["tee", "-p", log_of(host)], stdin=ssh.stdout)
         launcher.sendall(str(exit_code(ssh.wait())).encode())
+
+
+def log_of(host):
+    return os.path.join(os.environ.get("LOG_DIR") or "logs", f"node_{host}.log")
 
 
 def report(host, status):
     say(f"error: {host} failed (exit code {status}), so all nodes were stopped")
-    log = f"logs/node_{host}.log"
-    with suppress(OSError), open(log, errors="replace") as lines:
-        say(f"the end of {log}:\n  {'  '.join(collections.deque(lines, 15)).rstrip()}")
+    with suppress(OSError), open(log_of(host), errors="replace") as log:
+        last = "  ".join(collections.deque(log, 15)).rstrip()
+        say(f"the end of {log_of(host)}:\n  {last}")
 
 
 def say(text):

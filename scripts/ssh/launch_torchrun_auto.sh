@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All nodes from one terminal: starts torchrun on each through ssh. Shows the output of node rank 0; that
-# of each node is in logs/node_HOST.log. Ctrl-C stops and saves, a second one ends all at once. When a
+# of each node is in LOG_DIR/node_HOST.log. Ctrl-C stops and saves, a second one ends all at once. When a
 # node fails, or this launcher is killed, everything ends on all nodes.
 #
 # Usage: scripts/ssh/launch_torchrun_auto.sh CONFIG GPUS_PER_NODE HOST [HOST ...] [options]
@@ -14,6 +14,7 @@
 #   MASTER_PORT  a free port there                                     [found there]
 #   REPO_ROOT    the repository on the hosts                           [the path of this one]
 #   FAN_OUT      ssh, or pdsh: as launch_pdsh_multinode.sh             [ssh]
+#   LOG_DIR      for node_HOST.log, and the logs on the hosts          [logs]
 #   DRY_RUN      1: print the command only                             []
 #
 # Examples:
@@ -26,6 +27,7 @@ MASTER_ADDR="${MASTER_ADDR:-}"
 MASTER_PORT="${MASTER_PORT:-}"
 REPO_ROOT="${REPO_ROOT:-}"
 FAN_OUT="${FAN_OUT:-ssh}"
+LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -49,7 +51,7 @@ main() {
   done
   [[ ${#hosts[@]} -gt 0 ]] || fail "CONFIG GPUS_PER_NODE HOST ...: there is no HOST"
   cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-  mkdir -p logs && [[ -w logs ]] || fail "cannot write to $PWD/logs"
+  mkdir -p "$LOG_DIR" && [[ -w "$LOG_DIR" ]] || fail "cannot write to $LOG_DIR: set LOG_DIR"
   [[ "$FAN_OUT" != pdsh ]] || command+=(--pdsh)
   command+=("${hosts[@]}" -- "$config" "$@")
   echo "\$$(printf ' %q' "${command[@]}")"
