@@ -122,6 +122,8 @@ main() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
+  "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    fail "${python[*]} is not Python 3.11 or newer: see scripts/site.sh"
   mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
 
   local config="${arguments[0]:-configs/default_config.yaml}"

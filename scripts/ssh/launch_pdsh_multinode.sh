@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All nodes from one terminal, as launch_torchrun_auto.sh, but pdsh starts them: for many nodes, named in
-# its way. Every line on the screen begins with the host it comes from.
+# All nodes from one terminal, as launch_torchrun_auto.sh, but pdsh starts them: for many nodes, named as
+# for pdsh. Every line on the screen begins with the host it comes from.
 #
 # Usage: scripts/ssh/launch_pdsh_multinode.sh CONFIG GPUS_PER_NODE HOSTS [options]
 #
@@ -20,17 +20,13 @@ fail() {
   exit 2
 }
 
-print_help() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-}
-
 main() {
   if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    print_help
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
     exit
   fi
-  [[ -n "$(command -v pdsh)" ]] || fail "there is no pdsh here: launch_torchrun_auto.sh needs none"
-  [[ $# -gt 2 && "$3" != -* ]] || fail "CONFIG GPUS_PER_NODE HOSTS: which hosts?"
+  [[ -n "$(command -v pdsh)" ]] || fail "there is no pdsh here: use launch_torchrun_auto.sh"
+  [[ $# -gt 2 && "$3" != -* ]] || fail "no HOSTS: CONFIG GPUS_PER_NODE HOSTS [options]"
   local hosts
   mapfile -t hosts < <(pdsh -R exec -f 1 -N -w "$3" echo %h)
   [[ ${#hosts[@]} -gt 0 ]] || fail "pdsh finds no hosts in '$3'"

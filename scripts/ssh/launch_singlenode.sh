@@ -25,7 +25,7 @@ main() {
     print_help
     exit
   fi
-  [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS: '${2:-}' is no number of GPUs"
+  [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS: '${2:-}' is not a number of GPUs"
   export NPROC_PER_NODE="$2"
   exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" 1 0 localhost "" "${@:3}"
 }

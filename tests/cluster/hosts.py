@@ -48,6 +48,15 @@ def probed(text: str) -> list[dict]:
     return sorted(map(json.loads, lines), key=lambda record: record["rank"])
 
 
+def wait_until(condition, launch: subprocess.Popen, seconds: float = 120) -> None:
+    """Until the condition holds, while the launch runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert launch.poll() is None, launch.communicate()[0]
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.1)
+
+
 @dataclass
 class Process:
     host: str

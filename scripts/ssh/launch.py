@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Run scripts/cluster_train.sh on all hosts, through ssh or pdsh, in the environment of here.
+
+Usage: scripts/ssh/launch.py [--pdsh] HOST [HOST ...] -- CONFIG [options of the training script]
+
+For launch_torchrun_auto.sh and launch_pdsh_multinode.sh, whose --help says what it does. For each
+host it starts `launch.py --connect`, which starts ssh, which runs node.py there.
+Exit code: that of the first node that failed (255: ssh); 2 user error; 130 after two Ctrl-C.
+"""
+
+import collections
+import math
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+
+from node import END_SECONDS, HANG_SECONDS, exit_code, request, stop_with_parent
+
+# An ssh that has lost its connection exits after 3 x 15 seconds. Only `exec bash -s` is on the
+# host's command line: no login shell splits any other word, and no `ps` shows a secret.
+SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
+RUN = """cd {} 2>/dev/null || {{
+  echo "launch.py: error: $(hostname): the repository is not at the same path here: set REPO_ROOT"
+  exit 2
+}} >&2
+exec python3 scripts/{}
+"""
+
+
+def main():
+    words = sys.argv[1:]
+    if words[:1] == ["--connect"]:
+        return connect(*words[1:])
+    with_pdsh, split = words[0] == "--pdsh", words.index("--")
+    hosts, (config, *options) = words[with_pdsh:split], words[split + 1 :]
+    os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
+    root = shlex.quote(os.environ.get("REPO_ROOT") or os.getcwd())
+    master = os.environ.get("MASTER_ADDR") or hosts[0]
+    port = os.environ.get("MASTER_PORT") or free_port(hosts[0], root)
+    if not port.isdigit():
+        say(f"error: cannot ask {hosts[0]} for a free port: does `ssh {hosts[0]}` work?")
+        return 2
+    nodes = {}
+    for rank, host in enumerate(hosts):
+        command = ["scripts/cluster_train.sh", config, str(len(hosts)), str(rank), master, port]
+        nodes[host] = Node(f"{RUN.format(root, 'ssh/node.py')}{request([*command, *options])}\n")
+    return run(nodes, with_pdsh)
+
+
+def free_port(host, root):
+    """On that host; "" if it does not answer."""
+    ask = RUN.format(root, "guard.py --free-port").encode()
+    answer = subprocess.run([*SSH, host, "exec bash -s"], input=ask, stdout=subprocess.PIPE)
+    return answer.stdout.decode().strip()
+
+
+class Node:
+    """The launcher's end of the connection to a host."""
+
+    def __init__(self, text):
+        self.unsent, self.socket, self.status = text.encode(), None, None
+
+    def poll(self):
+        """Send what can be sent. Once ssh has exited, self.status is its exit code."""
+        if self.socket and self.status is None:
+            with suppress(OSError):  # it takes no more now, or has exited
+                self.unsent = self.unsent[self.socket.send(self.unsent, socket.MSG_DONTWAIT) :]
+            try:
+                self.status = int(self.socket.recv(9, socket.MSG_DONTWAIT) or 255)
+            except BlockingIOError:
+                pass
+            except ConnectionError:  # connect() was killed
+                self.status = 255
+
+
+def run(nodes, with_pdsh):
+    """Run the nodes to their end. Returns the exit code."""
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, for example
+            signal.signal(number, lambda number, _: signals.append(number))
+    failed, word, deadline = None, None, math.inf
+    with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(f"{directory}/socket")
+        server.listen(len(nodes))
+        server.setblocking(False)
+        starters = start([*nodes], f"{directory}/socket", with_pdsh)
+        while any(n.status is None for n in nodes.values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            with suppress(BlockingIOError):
+                while True:
+                    connection, _ = server.accept()
+                    nodes[connection.makefile().readline().strip()].socket = connection
+            for node in nodes.values():
+                node.poll()
+            codes = [(host, node.status) for host, node in nodes.items()]
+            codes += [(name, starter.poll()) for name, starter in starters]
+            failed = failed or next(((name, exit_code(c)) for name, c in codes if c), None)
+            aborted = signal.SIGINT in signals[1:]
+            due = "end" if failed or aborted else "stop" if signals else None
+            if due != word:
+                word = due
+                for node in nodes.values():
+                    node.unsent += f"{word}\n".encode()
+                if word == "end":
+                    deadline = time.monotonic() + END_SECONDS + HANG_SECONDS
+                else:
+                    say("Stopping: all nodes save and exit; Ctrl-C again ends them at once")
+    if aborted and any(node.status != 0 for node in nodes.values()):
+        return 130
+    if failed:
+        report(*failed)
+    return failed[1] if failed else 0
+
+
+def start(hosts, path, with_pdsh):
+    """Start connect() for each host, out of reach of Ctrl-C. Returns [(name, process)]."""
+    connect = ["scripts/ssh/launch.py", "--connect", path]
+    if with_pdsh:
+        pdsh = ["pdsh", "-R", "exec", "-f", str(len(hosts)), "-w", ",".join(hosts)]
+        return [("pdsh", subprocess.Popen([*pdsh, *connect, "%h"], start_new_session=True))]
+    starters = []
+    for rank, host in enumerate(hosts):
+        screen = subprocess.DEVNULL if rank else None
+        starter = subprocess.Popen([*connect, host], stdout=screen, start_new_session=True)
+        starters.append((host, starter))
+        time.sleep(rank % 10 == 9)  # a jump host may refuse many connections at a time
+    return starters
+
+
+def connect(path, host):
+    """Run ssh for one host: its input comes from the launcher; its output goes to the log, too."""
+    with socket.socket(socket.AF_UNIX) as launcher, suppress(ConnectionError, FileNotFoundError):
+        launcher.connect(path)
+        launcher.sendall(f"{host}\n".encode())
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        command = [*SSH, host, "exec bash -s"]
+        ssh = subprocess.Popen(command, stdin=launcher, preexec_fn=stop_with_parent, **output)
+        # -p: the log goes on when nobody reads the screen any more
+        subprocess.run(["tee", "-p", log_of(host)], stdin=ssh.stdout)
+        launcher.sendall(str(exit_code(ssh.wait())).encode())
+
+
+def log_of(host):
+    return os.path.join(os.environ.get("LOG_DIR") or "logs", f"node_{host}.log")
+
+
+def report(host, status):
+    say(f"error: {host} failed (exit code {status}), so all nodes were stopped")
+    with suppress(OSError), open(log_of(host), errors="replace") as log:
+        last = "  ".join(collections.deque(log, 15)).rstrip()
+        say(f"the end of {log_of(host)}:\n  {last}")
+
+
+def say(text):
+    with suppress(OSError):  # a closed terminal
+        print(f"launch.py: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
