@@ -30,7 +30,7 @@ def untouched(tmp_path_factory, long_options):
 
 @pytest.fixture
 def slow_disk(tmp_path) -> str:
-    """For sbatch: a disk that takes 13 s, of KillWait's 20, once the training has received a signal."""
+    """For sbatch: a disk that takes 13 s, of KillWait's 20, after the training got a signal."""
     training = "'-m' not in sys.orig_argv and 'train_distributed.py' in sys.orig_argv"
     code = SLOW_DISK.format(seconds=13).replace("True", training, 1)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{code}")
