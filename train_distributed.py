@@ -158,7 +158,7 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
         torch.cuda.set_device(device)  # before any collective, or all ranks also use GPU 0
     if rank == 0:
         noun = "GPU" + "s" * (world_size > 1) if gpus else "process" + "es" * (world_size > 1)
-        log(f"Starting distributed training on {world_size} {noun} ({nodes} x {per_node})")
+        log(f"Starting distributed training on {world_size} {noun} ({per_node} per node)")
         log(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
         options = {"timeout": timedelta(seconds=cfg.hang_timeout), "world_size": world_size}
@@ -321,8 +321,7 @@ class MicroBatchSampler:
         cfg.global_batch_size = total = cfg.global_batch_size or cfg.batch_size * world.world_size
         self.global_batch_size, self.per_step = total, total // cfg.batch_size
         if total % cfg.batch_size or self.per_step < world.world_size:
-            text = f"into at least {world.world_size} micro-batches, one for each rank"
-            raise UserError(f"--batch-size must divide {total} {text}")
+            raise UserError(f"--batch-size must divide {total} into a micro-batch or more per rank")
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.local_micro_batches = range(first, end)
         self.steps_per_epoch = -(-samples // total)
@@ -430,12 +429,13 @@ class RunDirectory:
         """For rank 0, before it changes anything. UserError if another job is the owner."""
         with explain(f"cannot write to --checkpoint-dir {self.path}", OSError):
             self.path.mkdir(parents=True, exist_ok=True)
+            with open(os.environ.get("STATUS_FILE", os.devnull), "w") as file:
+                json.dump({"run_dir": str(self.path.resolve())}, file)
             self.file = (self.path / "lock").open("a+")
             with suppress(BlockingIOError):
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.file.truncate(0)
-            self.file.seek(0)
-            if (owner := self.file.read()) and not owner.startswith(self.job):
+            if (owner := (self.path / "lock").read_text()) and not owner.startswith(self.job):
                 raise UserError(f"{self.path} is in use by {owner}: choose another", "in use")
             self.file.truncate(0)
             print(self.owner, end="", file=self.file, flush=True)

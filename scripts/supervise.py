@@ -151,7 +151,7 @@ class Supervisor:
             if cause in WOULD_REPEAT or asked or self.crashes >= NO_PROGRESS or (
                 self.restarts >= max_restarts
             ):  # fmt: skip
-                why = f"after {self.restarts} restarts"
+                why = f"MAX_RESTARTS={max_restarts} is reached"
                 if cause in WOULD_REPEAT:
                     why = "a restart would not help"
                 elif asked:
@@ -286,8 +286,9 @@ class Supervisor:
 
     def look_after(self, child):
         """Note the run directory, pass on requests to stop, end a step that has lost a node."""
-        if self.running and (run_dir := read_json(self.status_file).get("run_dir")):
-            self.run_dir = run_dir
+        status = read_json(self.status_file) if self.running else {}
+        if status.get("state"):  # it owns the run directory now
+            self.run_dir = status["run_dir"]
             self.record({**self.running, "cause": "running"})
             self.running = None
         if len(self.nodes) > 1 and time.time() > self.asked_slurm + 20:

@@ -28,7 +28,7 @@ def test_quickstart_trains_goes_on_and_says_what_is_wrong(tmp_path):
     quickstart = REPO / "scripts/quickstart.sh"
     first = run(quickstart, "--epochs=1", **env)
     assert first.returncode == 0, first.stderr
-    assert "Starting distributed training on 2 processes (1 node x 2)" in first.stdout
+    assert "Starting distributed training on 2 processes (2 per node)" in first.stdout
     accuracy = float(re.search(r"Test Accuracy: ([\d.]+)% of 2000", first.stdout)[1])
     assert accuracy > 80
     assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")

@@ -44,13 +44,13 @@ def test_ranks_come_from_torchrun_else_from_an_srun_step(env, expected):
 
 def test_plain_python_in_a_batch_shell_trains_alone(tmp_path, tiny):
     result = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", env=BATCH_SHELL)
-    assert "Starting distributed training on 1 process (1 x 1)\n" in result.out[0]
+    assert "Starting distributed training on 1 process (1 per node)\n" in result.out[0]
 
 
 def test_rank_0_says_who_trains_on_what_and_the_others_print_nothing(tmp_path, tiny):
     result = train(tmp_path / "run", 3, *tiny, "--stop-at-step=1", "--global-batch-size=32")
     first, second, third, *_ = result.out[0].splitlines()
-    assert first == "Starting distributed training on 3 processes (1 x 3)"
+    assert first == "Starting distributed training on 3 processes (3 per node)"
     assert second.startswith(f"Master node: {os.uname().nodename}; PyTorch 2.")
     assert third == "Global batch 32 = 4 micro-batches of 8; 7 steps per epoch"
     others = [line for out in result.out[1:] for line in out.splitlines()]
@@ -83,7 +83,7 @@ def test_a_copy_of_the_trainer_alone_trains(tmp_path):
         [*TORCHRUN, copy, *options], capture_output=True, text=True, cwd=tmp_path, env=env
     )
     assert result.returncode == 0, result.stderr
-    assert "Starting distributed training on 2 processes (1 x 2)\n" in result.stdout
+    assert "Starting distributed training on 2 processes (2 per node)\n" in result.stdout
     assert (tmp_path / "checkpoints" / "checkpoint_epoch_1.pt").exists()
 
 

@@ -1,5 +1,6 @@
 """What supervise.py does about each end of a training, and what it prints and writes."""
 
+import fcntl
 import json
 import os
 import signal
@@ -83,7 +84,7 @@ def test_crashes_without_progress_are_retried_twice(tmp_path, supervise):
 def test_there_are_no_more_restarts_than_max_restarts(tmp_path, supervise):
     code, text = supervise(*CRASH, MAX_RESTARTS="1")
     assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 2
-    assert "Giving up: after 1 restarts" in text
+    assert "Giving up: MAX_RESTARTS=1 is reached" in text
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,7 @@ def test_crashes_with_progress_are_retried_until_max_restarts(tmp_path, supervis
     (tmp_path / "own.py").write_text(OWN_SCRIPT)
     command = [sys.executable, tmp_path / "own.py", "crash"]
     code, text = supervise(*command, cwd=tmp_path, MAX_RESTARTS="5")
-    assert code == 1 and "Giving up: after 5 restarts" in text, text
+    assert code == 1 and "Giving up: MAX_RESTARTS=5 is reached" in text, text
     assert [(a["start_step"], a["saved_step"]) for a in attempts(tmp_path)] == [
         (2 * n, 2 * n + 2) for n in range(6)
     ]
@@ -342,6 +343,22 @@ def test_the_lock_of_a_job_that_slurm_has_forgotten_is_removed(
     monkeypatch.setattr(module, "slurm", lambda *words: state if words[0] == "squeue" else "idle")
     assert us.free_stale_lock() == freed
     assert lock.exists() != freed
+
+
+def test_a_run_directory_locked_for_a_job_that_is_gone_is_taken_over(tmp_path, tiny, supervise):
+    """The trainer tells its run directory in STATUS_FILE before it is refused."""
+    for name in ("sinfo", "squeue"):  # a Slurm that knows of no jobs
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print("attempt 123.2, process 77 on n9", end="", file=lock, flush=True)
+        command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run", "--stop-at-step=2"]
+        code, text = supervise(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert code == 0, text
+    assert f"job 123 is gone, but still holds {tmp_path}/run/lock: removing it" in text
+    assert causes(tmp_path / "run") == ["stopped"]
 
 
 def test_a_lock_is_not_removed_while_slurm_does_not_answer_or_knows_nothing_of_its_owner(

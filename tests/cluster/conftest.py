@@ -104,8 +104,8 @@ def check(expected):
     """Fails unless the output tells of four ranks, on these hosts, and the run of their weights."""
 
     def check(text: str, run: Path, hosts: dict[str, str]) -> None:
-        nodes = f"{len(hosts)} x {4 // len(hosts)}"
-        assert f"Starting distributed training on 4 processes ({nodes})" in text, text
+        per_node = f"{4 // len(hosts)} per node"
+        assert f"Starting distributed training on 4 processes ({per_node})" in text, text
         found = re.findall(r"(?m)^(?:\S+: )?guard.py: ranks ([\d,-]+) on (\S+)$", text)
         assert {host: ranks for ranks, host in found} == hosts, text
         state = torch.load(run / "checkpoint_epoch_1.pt", weights_only=True)

@@ -144,7 +144,7 @@ def test_plain_python_in_a_batch_job_is_one_process(cluster, repo, tmp_path, opt
     command = f"{sys.executable} train_distributed.py {' '.join(options)} --stop-at-step=1"
     script.write_text(f"#!/bin/bash\n{command} --checkpoint-dir={tmp_path / 'run'}\n")
     _, text = cluster.sbatch(repo, "--nodes=2", "--ntasks-per-node=2", script)
-    assert "Starting distributed training on 1 process (1 node x 1)" in text
+    assert "Starting distributed training on 1 process (1 per node)" in text
 
 
 def test_one_gpu_per_task_and_a_rank_that_is_missing(cluster, repo, tmp_path, options):
@@ -152,7 +152,7 @@ def test_one_gpu_per_task_and_a_rank_that_is_missing(cluster, repo, tmp_path, op
     step += ["train_distributed.py", *options, f"--checkpoint-dir={tmp_path / 'run'}"]
     code, text = cluster.on("login", *step, "--stop-at-step=1", cwd=repo)
     assert code == 0, text
-    assert "Starting distributed training on 2 processes (2 nodes x 1)" in text
+    assert "Starting distributed training on 2 processes (1 per node)" in text
     _, text = cluster.on("login", *step, "--nodes=3", cwd=repo)
     assert "error: --nodes 3, but this job runs on 2: node01, node02" in text
 
