@@ -182,11 +182,11 @@ def on_rank_0(world: World, function, *arguments):
     """What function(*arguments) returns on rank 0; a UserError there ends all. Collective."""
     try:
         outcome = [function(*arguments) if world.rank == 0 else None]
-    except UserError as error:
+    except (UserError, ModuleNotFoundError) as error:
         outcome = [error]
     if world.world_size > 1:
         dist.broadcast_object_list(outcome)
-    if isinstance(outcome[0], UserError):
+    if isinstance(outcome[0], Exception):
         time.sleep(world.rank > 0)  # let rank 0 print it: the first exit makes a launcher end all
         raise SystemExit(2) if world.rank else outcome[0]
     return outcome[0]

@@ -103,7 +103,9 @@ def finished(one_epoch):
 
 
 def test_a_checkpoint_of_another_model_is_refused(finished, tiny):
-    message = refuse(finished, *tiny, "--model=resnet18", "--image-size=32", ranks=2)
+    message = refuse(
+        finished, *tiny, "--model=resnet18", "--image-size=32", "--batch-size=4", ranks=2
+    )
     expected = "the checkpoint is of simple_convnet, sgd, 203 samples of mnist, this is resnet18, "
     assert message.startswith(expected)
 
@@ -114,7 +116,7 @@ def test_a_checkpoint_of_the_same_model_in_another_size_is_refused(finished, tin
 
 
 def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path, tiny):
-    message = refuse(finished, "--dataset=mnist_sample")
+    message = refuse(finished, "--dataset=mnist_sample", "--batch-size=8")
     assert "203 samples of mnist, this is simple_convnet, sgd, 6000 samples of mnist_s" in message
     other = write_mnist(tmp_path / "other", train=99, test=9)
     message = refuse(finished, "--dataset=mnist", f"--data-dir={other}", "--batch-size=8")
@@ -215,14 +217,15 @@ def test_a_typing_error_is_one_sentence_on_the_command_line(tmp_path, command):
 
 @pytest.mark.parametrize("file", ["checkpoint_epoch_2.pt", "config.yaml"])
 def test_a_file_that_cannot_be_written_is_named_and_older_checkpoints_stay(tmp_path, tiny, file):
-    run = train(tmp_path / "r", 1, *tiny, "--epochs=1").directory
+    few_records = [*tiny, "--log-every-steps=1000"]
+    run = train(tmp_path / "r", 1, *few_records, "--epochs=1").directory
     # A limit on file sizes, because it needs no mount: the errno is another, the way is the same.
     size = {"checkpoint_epoch_2.pt": 1000000, "config.yaml": 500}
     limit = (
         "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size[file]}, {size[file]}))"
     )
-    message = refuse(run, *tiny, "--epochs=2", before=limit)
+    message = refuse(run, *few_records, "--epochs=2", before=limit)
     expected = (
         f"cannot write {run / file} ([Errno 27] File too large): older checkpoints are intact"
     )
