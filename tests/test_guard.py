@@ -57,7 +57,7 @@ for batch in data:
     optimizer.zero_grad()
     accelerator.backward(model(batch).square().mean())
     optimizer.step()
-print(f"rank {accelerator.process_index} of {accelerator.num_processes} ends\\n", end="", flush=True)
+print(f"rank {accelerator.process_index} of {accelerator.num_processes} ends\\n", end="")
 """
 
 LIGHTNING_SCRIPT = """
