@@ -197,6 +197,12 @@ def test_a_deadline_that_is_not_a_time_is_named(tmp_path, tiny):
     assert "DEADLINE" in message and "noon" in message and "seconds since 1970" in message
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_nccl_without_gpus_is_named(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, "--distributed-backend=nccl", ranks=2)
+    assert message.startswith("cannot join the other ranks (") and "GPU" in message
+
+
 def test_another_number_of_nodes_or_ranks_than_asked_for_is_refused(tmp_path, tiny):
     for option in ("--nodes=2", "--gpus-per-node=4"):
         message = refuse(tmp_path / "run", *tiny, option, ranks=2)
