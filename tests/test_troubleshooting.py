@@ -25,7 +25,7 @@ def text_of(node) -> str:
 
 
 def in_python(path):
-    """Arguments of CALLS; and what functions return or yield that make up a sentence for them."""
+    """Arguments of CALLS, and sentences that are put together before: in `text`, or returned."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in CALLS:
             text = text_of(node.args[0])
@@ -38,6 +38,10 @@ def in_python(path):
         elif isinstance(node, ast.Return | ast.Yield) and path.stem in ("guard", "supervise"):
             parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
             yield from (text for text in map(text_of, parts) if " " in text)
+        elif isinstance(node, ast.Assign | ast.AugAssign) and path.stem in ("guard", "preflight"):
+            target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
+            if ast.unparse(target) == "text":
+                yield text_of(node.value)
 
 
 def messages():
