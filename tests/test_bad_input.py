@@ -81,7 +81,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
     (tmp_path / "file").touch()
     for directory, ranks in ((tmp_path / "file" / "run", 2), (tmp_path / "file", 1)):
         message = refuse(directory, *tiny, ranks=ranks)
-        assert message.startswith(f"cannot write to --checkpoint-dir {directory} (")
+        assert message.startswith(f"cannot write to or lock --checkpoint-dir {directory} (")
 
 
 @pytest.fixture(scope="module")
