@@ -484,7 +484,7 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
         text = f"{times[slowest]:.0f} ms there and back"
         near = {rank for pair in times.keys() - far for rank in pair}
         if len(culprit := set.intersection(*map(set, far)) - near) == 1:
-            where, text = names[culprit.pop()], f"{text} to some of the others"
+            where, text = names[culprit.pop()], f"{text} to each of the others"
         remedy = "does it use the network of the cluster (`ip route get`)? If not, leave it out"
         findings.append(Finding("WARN", "network", text, remedy, where))
     for sender, shares in lost.items():

@@ -14,8 +14,9 @@ from harness import LAUNCH_VARIABLES, REPO, free_port
 sys.path.append(str(REPO / "scripts"))
 
 import checks  # noqa: E402
-import guard  # noqa: E402
 import preflight  # noqa: E402
+
+guard = preflight.guard  # another test file may have loaded a second copy
 
 PREFLIGHT = REPO / "scripts/preflight.py"
 CONFIG = "configs/default_config.yaml"
