@@ -230,7 +230,6 @@ class Rank:
             text = str(error).split("\n")[0] or "another program answers there"
             known = {"timed out": "no answer", "EADDRINUSE": "the port is in use"}
             why = next((known[words] for words in known if words in text), text)
-            self.log(f"without a store at {self.master}: {why}")
             text = f"rank {self.rank} on {HOST} has no store at {self.master}: {why}"
             remedy = "check MASTER_ADDR (an address of rank 0), the port, and any firewall"
             self.add("FAIL", "ranks", text, remedy)
