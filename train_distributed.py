@@ -3,13 +3,13 @@
 
     python train_distributed.py                                     # one process: a laptop, one GPU
     torchrun --standalone --nproc-per-node 4 train_distributed.py   # one machine with four GPUs
-    srun --ntasks-per-node=4 python train_distributed.py            # Slurm, one task per GPU
+    srun --ntasks-per-node=4 python scripts/guard.py train_distributed.py   # Slurm: a task per GPU
 
-One optimizer step consumes --global-batch-size samples, cut into micro-batches of --batch-size. The
-pair (step, micro-batch) alone decides which samples a micro-batch holds, how they are augmented and
-what dropout drops; the ranks only divide the micro-batches among themselves. So 2 GPUs, 3 GPUs or a
-resumed run train on the same batches in the same order, and a run's position is one number,
-global_step: there is no random state to save.
+A rank is one process with one GPU. Every rank must call what is marked "collective": one that does
+not leaves the others waiting. A step consumes --global-batch-size samples, in micro-batches of
+--batch-size that the ranks share. Step and micro-batch alone decide which samples these are, how
+they are augmented and what dropout drops. So with both options fixed, any number of ranks, or a
+resumed run, trains on the same batches in the same order, without any random state to save.
 
 To make it yours, change get_datasets(), build_model() and, if need be, compute_loss().
 To stop and save: Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in
@@ -74,29 +74,29 @@ def build_parser() -> argparse.ArgumentParser:
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
     add("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
     add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
-    add("--resume", default="auto", help="auto: from the newest checkpoint; none; FILE.pt [auto]")
+    add("--resume", default="auto", help="auto, none, or a FILE.pt for a new directory [auto]")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
     add("--stop-at-step", type=positive_int, help="save and exit at this step; same schedule")
-    add("--seed", type=int, default=42, help="of everything random [42]")
+    add("--seed", type=int, default=42, help="random seed [42]")
     add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
-    add("--reproducible", action=switch, default=False, help="same bits on any number of ranks")
+    add("--reproducible", action=switch, default=False, help="same weights on any number of ranks")
     datasets = ["mnist_sample", "mnist", "imagefolder", "synthetic"]
     add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
     add("--data-dir", default="data", help="where the data is, or is downloaded to [data]")
     add("--image-size", type=positive_int, help="pixels per side [28 for MNIST, else 224]")
-    add("--num-workers", type=int, default=8, help="per rank, to read image files [8]")
+    add("--num-workers", type=int, default=8, help="per rank and data set, for image files [8]")
     add("--model", default="simple_convnet", help="or a torchvision classifier such as resnet50")
     add("--dropout", type=float, default=0.25, help="of simple_convnet [0.25]")
     add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
     add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
     add("--lr", type=float, default=0.05, help="peak learning rate [0.05]")
-    add("--warmup-epochs", type=float, default=0.2, help="of linear warm-up [0.2]")
+    add("--warmup-epochs", type=float, default=0.2, help="epochs of linear warm-up [0.2]")
     add("--weight-decay", type=float, default=1e-4, help="[0.0001]")
-    add("--clip-grad-norm", type=float, default=0.0, help="largest gradient norm; 0: any [0]")
+    add("--clip-grad-norm", type=float, default=0.0, help="clip gradients to this norm; 0: off [0]")
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
     add("--compile", action=switch, default=False, help="torch.compile the model")
-    add("--activation-checkpointing", action=switch, default=False, help="recompute, saves memory")
+    add("--activation-checkpointing", action=switch, default=False, help="recompute ResNet blocks")
     add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
     add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
     add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
@@ -104,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
     add("--nodes", type=positive_int, help="refuse to start on any other number of nodes")
-    add("--gpus-per-node", type=positive_int, help="refuse to start with other ranks per node")
+    add("--gpus-per-node", type=positive_int, help="refuse to start on any other number")
     add("--hang-timeout", type=positive_int, default=600, help="seconds without progress [600]")
     return parser
 
@@ -139,31 +139,31 @@ def parse_config(argv: list[str], parser: argparse.ArgumentParser | None = None)
 
 # -------------------------------------------------------------------------------- DISTRIBUTED
 class World(NamedTuple):
-    """Which of the training's processes this is. The defaults describe a single process."""
+    """This process's place among the ranks. The defaults describe a single process."""
 
     rank: int = 0  # 0 .. world_size - 1
     world_size: int = 1
     device: torch.device = torch.device("cpu")
 
 
+@explain("cannot join the other ranks", ValueError, RuntimeError)
 def setup_distributed(cfg: argparse.Namespace) -> World:
-    """Join all ranks into one process group. Collective: every rank."""
+    """Join all ranks into one process group. Collective."""
     rank, local_rank, world_size, per_node = launch_environment(os.environ)
     nodes, gpus, device = world_size // per_node, torch.cuda.device_count(), torch.device("cpu")
     if (cfg.nodes or nodes, cfg.gpus_per_node or per_node) != (nodes, per_node):
         raise UserError(f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks")
     backend = cfg.distributed_backend or ("nccl" if gpus else "gloo")
-    if gpus:  # with srun --gpus-per-task=1 every rank sees one GPU only, which is then number 0
-        device = torch.device("cuda", local_rank if local_rank < gpus else 0)
-        torch.cuda.set_device(device)  # before any collective, or all ranks also use GPU 0
+    if gpus or backend == "nccl":  # with srun --gpus-per-task=1, each rank sees one GPU, number 0
+        device = torch.device("cuda", local_rank % max(1, gpus))
+        torch.cuda.set_device(device)  # otherwise every rank would also use GPU 0
     if rank == 0:
         noun = "GPU" + "s" * (world_size > 1) if gpus else "process" + "es" * (world_size > 1)
         log(f"Starting distributed training on {world_size} {noun} ({per_node} per node)")
         log(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
-        options = {"timeout": timedelta(seconds=cfg.hang_timeout), "world_size": world_size}
-        bound = device if backend == "nccl" else None
-        dist.init_process_group(backend, rank=rank, device_id=bound, **options)
+        timeout, bound = timedelta(seconds=cfg.hang_timeout), device if backend == "nccl" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
     return World(rank, world_size, device)
 
 
@@ -179,7 +179,7 @@ def launch_environment(env) -> tuple[int, int, int, int]:
 
 
 def on_rank_0(world: World, function, *arguments):
-    """What function(*arguments) returns on rank 0; a UserError there ends all. Collective."""
+    """Call a function on rank 0 and return its result, or raise its error, on all. Collective."""
     try:
         outcome = [function(*arguments) if world.rank == 0 else None]
     except (UserError, ModuleNotFoundError) as error:
@@ -187,7 +187,7 @@ def on_rank_0(world: World, function, *arguments):
     if world.world_size > 1:
         dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], Exception):
-        time.sleep(world.rank > 0)  # let rank 0 print it: the first exit makes a launcher end all
+        time.sleep(2 if world.rank else 0)  # let rank 0 print it; a launcher ends all at one exit
         raise SystemExit(2) if world.rank else outcome[0]
     return outcome[0]
 
@@ -227,15 +227,17 @@ def build_optimizer(cfg: argparse.Namespace, model: nn.Module) -> torch.optim.Op
     options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": True}  # fused is faster
     if cfg.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), **options)
-    return torch.optim.SGD(model.parameters(), momentum=0.9, **options)
+    sgd = torch.optim.SGD(model.parameters(), momentum=0.9, **options)
+    # Fused SGD does not initialize it in a first step that GradScaler skips.
+    sgd.state.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in model.parameters()})
+    return sgd
 
 
 def learning_rate(cfg: argparse.Namespace, step: int, steps_per_epoch: int) -> float:
     """A function of the step alone: linear warm-up, then a cosine down to 0."""
     warmup = round(cfg.warmup_epochs * steps_per_epoch)
-    done = (step - warmup) / max(1, cfg.epochs * steps_per_epoch - warmup)
-    cosine = (1 + math.cos(math.pi * done)) / 2
-    return cfg.lr * ((step + 1) / (warmup + 1) if step < warmup else cosine)
+    done = max(0, step - warmup) / max(1, cfg.epochs * steps_per_epoch - warmup)
+    return cfg.lr * min(1, (step + 1) / (warmup + 1)) * (1 + math.cos(math.pi * done)) / 2
 
 
 # --------------------------------------------------------------------------------------- DATA
@@ -245,8 +247,8 @@ class DataSpec(NamedTuple):
     channels: int  # of the model's input
     size: int  # pixels per side of the model's input
     classes: int
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # of pixels scaled to 0 .. 1, by channel of
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)  # the data; the defaults are those of ImageNet
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # per channel, for pixels from 0 to 1;
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)  # the defaults are those of ImageNet
 
 
 def get_datasets(cfg: argparse.Namespace) -> tuple[Dataset, Dataset, DataSpec]:
@@ -286,7 +288,7 @@ class InMemoryImages(TensorDataset):
 
 
 class SeededDataset(Dataset):
-    """A data set of (image, label) whose random augmentation comes from (seed, epoch, sample)."""
+    """A data set of (image, label). It seeds torch only: do not augment with random or numpy."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset, self.seed = dataset, seed
@@ -312,8 +314,8 @@ class MicroBatchSampler:
 
     Step s takes the next G samples of the epoch's permutation, the last step what is left: none is
     lost or used twice. A step is cut into C = G / b micro-batches; rank r of W takes those from
-    C * r // W up to C * (r + 1) // W, so W need not divide C. Yields lists of keys, which are epoch
-    * samples + sample id: so loader workers know the epoch, too.
+    C * r // W up to C * (r + 1) // W, so W need not divide C. Yields lists of keys: a key is epoch
+    x samples + index, so that loader workers know the epoch, too.
     """
 
     def __init__(self, samples: int, cfg: argparse.Namespace, world: World):
@@ -355,30 +357,30 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler) -> DataLo
 
 # ------------------------------------------------------------------------------------ METRICS
 class Metrics:
-    """Sums of loss, correct predictions and samples, on the device: adding waits for no GPU.
+    """Sums of loss, correct predictions and samples, on the device: adding never waits for a GPU.
 
     They are whole numbers, the loss in units of 2**-24: in any order, on any number of ranks, they
-    add up to the same bits. A loss that is not finite counts as 0.
+    add up to the same bits. A loss that is not finite counts as 0, a huge one as 2**29.
     """
 
     def __init__(self, device: torch.device):
         self.sums = torch.zeros(3, dtype=torch.int64, device=device)
 
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        self.sums[0] += (loss_sum.detach().double() * 2**24).nan_to_num(0, 0, 0).long()
+        self.sums[0] += (loss_sum.double() * 2**24).nan_to_num(0, 0, 0).clamp(max=2**53).long()
         self.sums[1] += (logits.argmax(1) == labels).sum()
         self.sums[2] += len(labels)
 
     def all_reduce(self, world: World, more=()) -> list[int]:
-        """[loss, correct, samples, *more], summed. Collective: every rank; waits for the GPU."""
+        """[loss, correct, samples, *more], summed. Collective; waits for the GPU."""
         total = torch.cat([self.sums, self.sums.new_tensor(more)])
         if world.world_size > 1:
             dist.all_reduce(total)
         return total.tolist()
 
-    @staticmethod
-    def means(loss: int, correct: int, samples: int) -> dict[str, float]:
-        return {"loss": loss * 2**-24 / samples, "accuracy": correct / samples}
+
+def means(loss: int, correct: int, samples: int) -> dict[str, float]:
+    return {"loss": loss * 2**-24 / samples, "accuracy": correct / samples}
 
 
 def write_record(run: "Run", kind: str, **values: float) -> None:
@@ -395,7 +397,7 @@ def write_record(run: "Run", kind: str, **values: float) -> None:
 
 
 def open_metrics(run: "Run") -> bool:
-    """Drop records of steps to be trained again; was the current one evaluated? For rank 0."""
+    """Drop the records of steps to be trained again. Returns whether this one was evaluated."""
     cfg, path = run.cfg, run.directory.path / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [s for s in lines if s[-1:] == b"\n" and json.loads(s)["step"] <= run.global_step]
@@ -403,8 +405,8 @@ def open_metrics(run: "Run") -> bool:
     run.directory.write("config.yaml", lambda f: f.write(yaml.safe_dump(vars(cfg)).encode()))
     if cfg.tensorboard:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        board = writer(path.with_name("tensorboard"), purge_step=run.global_step + 1)
-        run.trackers.append(lambda v, step: [board.add_scalar(k, v[k], step) for k in v])
+        tb = writer(path.with_name("tensorboard"), purge_step=run.global_step + 1)
+        run.trackers.append(lambda v, s: [*(tb.add_scalar(k, v[k], s) for k in v), tb.flush()])
     if cfg.wandb:
         wandb, name = importlib.import_module("wandb"), f"{derive_seed(str(path.resolve())):x}"
         wandb.init(id=name, resume="allow", dir=path.parent, config=vars(cfg))
@@ -416,8 +418,8 @@ def open_metrics(run: "Run") -> bool:
 class RunDirectory:
     """--checkpoint-dir. One job at a time trains in it: the owner that the file `lock` names.
 
-    The kernel frees the lock when its process ends. A newer attempt of the same job, as $ATTEMPT_ID
-    says, takes it over; an older one that is still alive then writes nothing more.
+    The kernel frees the lock when that process and its loader workers have ended. A newer
+    attempt of the same job, as $ATTEMPT_ID says, takes it over; the older one then writes no more.
     """
 
     def __init__(self, path: Path):
@@ -427,7 +429,7 @@ class RunDirectory:
 
     def lock(self) -> None:
         """For rank 0, before it changes anything. UserError if another job is the owner."""
-        with explain(f"cannot write to --checkpoint-dir {self.path}", OSError):
+        with explain(f"cannot write to or lock --checkpoint-dir {self.path}", OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             with open(os.environ.get("STATUS_FILE", os.devnull), "w") as file:
                 json.dump({"run_dir": str(self.path.resolve())}, file)
@@ -471,7 +473,7 @@ def save_checkpoint(run: "Run", final: bool) -> None:
     name = f"checkpoint_step_{run.global_step}" if step else f"checkpoint_epoch_{epoch}"
     path = run.directory.path / f"{name}.pt"
     state = {"name": name, "run": run.name, "config": dict(vars(run.cfg))}
-    state |= {key: getattr(run, key) for key in POSITION}  # plain types, as weights_only needs
+    state |= {key: getattr(run, key) for key in POSITION_FIELDS}  # plain types: weights_only
     state |= {part: getattr(run, part).state_dict() for part in ("model", "optimizer", "scaler")}
     try:
         if not all(value.isfinite().all() for value in state["model"].values()):
@@ -510,7 +512,7 @@ def find_checkpoint(cfg: argparse.Namespace, directory: RunDirectory) -> Path | 
         return math.inf  # not readable: load_checkpoint() says why
 
     saved = sorted(directory.path.resolve().glob("checkpoint_*.pt"), key=step_of, reverse=True)
-    if saved and cfg.resume == "none" or Path(cfg.resume).resolve() in saved[1:]:
+    if (saved and cfg.resume == "none") or Path(cfg.resume).resolve() in saved[1:]:
         raise UserError(f"{saved[0]} is in the way of --resume {cfg.resume}: delete or move it")
     for path in saved:
         try:
@@ -545,13 +547,13 @@ class StopFlag:
         self.reason, self.since = "", math.inf
         self.files = directory / "STOP", Path(os.environ.get("STOP_FILE", directory / "STOP"))
         end = float(os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or math.inf)
-        self.deadline = end - min(120, (end - time.time()) / 10)  # which is left to save
+        self.deadline = end - min(120, (end - time.time()) / 10)  # that is left for saving
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, _frame) -> None:
-        # Within a second it is a Ctrl-C that a launcher has passed on, not a second one.
+        # Within a second of the first it is the same Ctrl-C, passed on by a launcher.
         if number == signal.SIGINT and time.time() > self.since + 1:
             os._exit(130)
         self.set(signal.Signals(number).name)
@@ -569,18 +571,18 @@ class StopFlag:
 
 
 def ignore_stop_signals(_worker: int) -> None:
-    """Schedulers signal every process of a job, but a rank that stops still needs its workers."""
+    """Schedulers signal every process of a job, but a rank needs its workers until it stops."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 # ----------------------------------------------------------------------------------- TRAINING
-POSITION = "global_step", "epoch_totals", "logged_totals"  # in a checkpoint
+POSITION_FIELDS = "global_step", "epoch_totals", "logged_totals"  # in a checkpoint
 SYNC_SECONDS = 5  # between two exchanges of the stop flag, or one step if that takes longer
 
 
 class Run:
-    """A training: its parts and its position. Collective: every rank."""
+    """One training run: its parts and its position. Collective."""
 
     def __init__(self, cfg, world: World, directory: RunDirectory, state: dict):
         self.cfg, self.world, self.directory, device = cfg, world, directory, world.device
@@ -588,17 +590,17 @@ class Run:
         self.mean, self.std = torch.tensor((spec.mean, spec.std), device=device)[..., None, None]
         self.sampler = MicroBatchSampler(len(train_set), cfg, world)
         self.train_loader = get_dataloader(cfg, world, train_set, self.sampler)
-        # Every test sample once, without DistributedSampler's padding: rank r takes r, r + W ...
+        # Batches r, r + W, ...: every test sample once, where DistributedSampler would pad.
         batches = torch.arange(len(test_set)).split(cfg.batch_size)[world.rank :: world.world_size]
         self.test_loader = get_dataloader(cfg, world, test_set, [b.tolist() for b in batches])
         self.name = f"{cfg.model}, {cfg.optimizer}, {len(train_set)} samples of {cfg.dataset}"
         torch.manual_seed(cfg.seed)
         self.model = build_model(cfg, spec).to(device, memory_format=torch.channels_last)
         for stage in self.model.children() if cfg.activation_checkpointing else ():
-            for block in stage.children():  # of a ResNet: keep the input, compute the rest twice
+            for block in stage.children():  # of a ResNet: recomputed, in eager mode BatchNorm too
                 block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
                 for norm in (m for m in block.modules() if isinstance(m, nn.BatchNorm2d)):
-                    norm.momentum = 1 - (1 - norm.momentum) ** 0.5  # it sees each batch twice
+                    norm.momentum = 1 - (1 - norm.momentum) ** (1 if cfg.compile else 0.5)
         if cfg.compile:  # in place, so names in checkpoints stay; one graph per shape, because a
             self.model.compile(dynamic=False)  # graph for any shape depends on which came first
         self.ddp, self.optimizer = self.model, build_optimizer(cfg, self.model)
@@ -615,22 +617,23 @@ class Run:
                 # Momentum is part of the run, but the options of this command apply to it.
                 state["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
                 self.optimizer.load_state_dict(state["optimizer"])
-                self.scaler.load_state_dict(state["scaler"])
-                vars(self).update({name: state[name] for name in POSITION})
+                if cfg.amp == state["config"]["amp"]:
+                    self.scaler.load_state_dict(state["scaler"])
+                vars(self).update({name: state[name] for name in POSITION_FIELDS})
         self.start_step = self.saved_step = self.synced_step = self.global_step
         self.total = cfg.epochs * self.sampler.steps_per_epoch
-        self.goal = min(self.total, cfg.stop_at_step or self.total)
-        self.trackers, self.unwritten, self.exact_sum = [], b"", None
+        self.last_step = min(self.total, cfg.stop_at_step or self.total)
+        self.trackers, self.unwritten, self.synced_at = [], b"", time.monotonic()
         self.saved = sorted(directory.path.glob("checkpoint_*.pt"), key=os.path.getmtime)
-        self.stop, self.began, self.synced_at = StopFlag(directory.path), time.time(), time.time()
+        self.stop, self.began, self.exact_sum = StopFlag(directory.path), time.time(), None
 
 
 def compute_loss(run: Run, model: nn.Module, images: torch.Tensor, labels: torch.Tensor):
     """(sum of losses, logits [b, classes], labels) of uint8 or 0 .. 1 images. Yours goes here."""
-    device, white = run.world.device, 255 if images.dtype == torch.uint8 else 1
-    images = images.to(device, torch.float32, non_blocking=True).sub(white * run.mean)
+    device, brightest = run.world.device, 255 if images.dtype == torch.uint8 else 1
+    images = images.to(device, torch.float32, non_blocking=True).sub(brightest * run.mean)
     # Convolutions are faster on channels_last.
-    images = images.div_(white * run.std).contiguous(memory_format=torch.channels_last)
+    images = images.div_(brightest * run.std).contiguous(memory_format=torch.channels_last)
     labels = labels.to(device, non_blocking=True)
     dtype = torch.float16 if run.cfg.amp == "fp16" else torch.bfloat16
     with torch.autocast(device.type, dtype, enabled=run.cfg.amp != "off"):
@@ -640,11 +643,11 @@ def compute_loss(run: Run, model: nn.Module, images: torch.Tensor, labels: torch
 
 def wrap_ddp(run: Run) -> None:
     """DistributedDataParallel averages the gradients of all ranks during the backward pass."""
-    # As views of the buffers that are sent, gradients need no copies.
+    # Gradients are views of the buffers that DDP sends, which saves a copy.
     run.ddp = nn.parallel.DistributedDataParallel(run.model.train(), gradient_as_bucket_view=True)
-    run.ddp.broadcast_buffers = False  # those of BatchNorm: evaluate() does it
-    # In its first two passes DDP finds the order in which it sums gradients. Do that here: found
-    # later, by a resumed run, that order would change the bits.
+    run.ddp.broadcast_buffers = False  # BatchNorm's: evaluate() does it (deprecated as an argument)
+    # DDP regroups the gradients after its first backward pass. Do that here, with two passes that
+    # are undone: in a resumed run it would come at another step and change the rounding.
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     batch = default_collate([run.train_loader.dataset[0]] * run.cfg.batch_size)
     for _ in range(2):
@@ -660,7 +663,7 @@ def add_exactly(run: Run, last: bool) -> None:
     number of ranks, as long as they stay below 2**11 and their sum below 2**13.
     """
     parameters = [p for p in run.model.parameters() if p.requires_grad]
-    flat = torch.cat([p.grad.flatten() for p in parameters]).double()
+    flat = torch.cat([p.grad.flatten() for p in parameters]).double().div_(run.scaler.get_scale())
     flat.add_(1.5 * 2**12).sub_(1.5 * 2**12)  # from 2**12 on, the last bit of a float64 is 2**-40
     run.exact_sum = flat if run.exact_sum is None else run.exact_sum.add_(flat)
     run.optimizer.zero_grad()
@@ -668,7 +671,7 @@ def add_exactly(run: Run, last: bool) -> None:
         if run.world.world_size > 1:
             dist.all_reduce(run.exact_sum)
         for p, total in zip(parameters, run.exact_sum.split([p.numel() for p in parameters])):
-            p.grad = torch.empty_like(p).copy_(total.view_as(p))
+            p.grad = torch.empty_like(p).copy_(total.view_as(p).mul_(run.scaler.get_scale()))
         run.exact_sum = None
 
 
@@ -680,14 +683,14 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
     """
     cfg, sampler, device = run.cfg, run.sampler, run.world.device
     ranks = 1 if cfg.reproducible else run.world.world_size
-    for micro, batch in zip(sampler.local_micro_batches, batches):
+    for micro, batch in zip(sampler.local_micro_batches, batches):  # zip reads the first one first
         begin, end, step_size = sampler.bounds(step, micro)
         last = micro == sampler.local_micro_batches[-1]
-        # Only now that the batch is read, which draws random numbers, too.
+        # Only after the batch is read: reading may draw random numbers, too.
         seed = derive_seed(cfg.seed, "dropout", run.global_step, micro)
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(seed)
+            torch.cuda.manual_seed(seed)
         with nullcontext() if last or run.ddp is run.model else run.ddp.no_sync():
             loss_sum, logits, labels = compute_loss(run, run.ddp, *batch)
             weight = ranks / step_size if end > begin else 0.0
@@ -695,9 +698,9 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
         if cfg.reproducible:
             add_exactly(run, last)
         if end > begin:
-            metrics.add(loss_sum, logits, labels)
+            metrics.add(loss_sum.detach(), logits, labels)
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(cfg, run.global_step, sampler.steps_per_epoch)
+        group["lr"] = learning_rate(cfg, run.global_step, sampler.steps_per_epoch)  # of every group
     if cfg.clip_grad_norm:
         run.scaler.unscale_(run.optimizer)
         nn.utils.clip_grad_norm_(run.model.parameters(), cfg.clip_grad_norm)
@@ -710,15 +713,14 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
 def sync(run: Run, metrics: Metrics) -> tuple[list[int], bool]:
     """([loss, correct, samples], whether to stop), the same on every rank. Collective."""
     faulthandler.dump_traceback_later(run.cfg.hang_timeout, exit=True)  # with all stacks
-    steps, now = max(1, run.global_step - run.synced_step), time.time()
+    steps, now = max(1, run.global_step - run.synced_step), time.monotonic()
     flags = run.stop.poll(), int(1e6 * (now - run.synced_at) / steps)
     *totals, stop, mean = metrics.all_reduce(run.world, flags)
     interval = int(1e6 * SYNC_SECONDS * run.world.world_size / max(1, mean))
     run.synced_step, run.synced_at = run.global_step, now
     run.next_sync = run.global_step + max(1, min(interval, 2 * steps))
     if run.scaler.get_scale() < 2.0**-10:  # it halves whenever it skips a step
-        text = f"too many NaN or infinite gradients up to step {run.global_step}: lower --lr"
-        raise UserError(f"{text}, set --clip-grad-norm, or look at the data", "NaN")
+        raise UserError("gradients are often not finite: lower --lr or set --clip-grad-norm", "NaN")
     return totals, bool(stop)
 
 
@@ -735,7 +737,7 @@ def train_epoch(run: Run) -> bool:
     for step in range(sampler.first_step, sampler.steps_per_epoch):
         train_step(run, batches, step, metrics)
         bar.update()
-        last, end = step + 1 == sampler.steps_per_epoch, run.global_step == run.goal
+        last, end = step + 1 == sampler.steps_per_epoch, run.global_step == run.last_step
         log_now = last or run.global_step % cfg.log_every_steps == 0
         save_now = run.global_step % (cfg.checkpoint_every_steps or math.inf) == 0
         if log_now or save_now or end or run.global_step >= run.next_sync:
@@ -749,14 +751,14 @@ def train_epoch(run: Run) -> bool:
                 save_checkpoint(run, final=False)
     bar.close()
     save_checkpoint(run, final=end or stop)
-    if last and not stop:
+    if last and (not stop or run.global_step == run.total):
         evaluate(run)
     return stop
 
 
 def log_interval(run: Run, bar: tqdm) -> None:
     """Record the steps since the last record, which was at run.mark: (seconds, samples)."""
-    values = Metrics.means(*(a - b for a, b in zip(run.epoch_totals, run.logged_totals)))
+    values = means(*(a - b for a, b in zip(run.epoch_totals, run.logged_totals)))
     (began, samples), run.mark = run.mark, (time.perf_counter(), run.epoch_totals[2])
     values["samples_per_second"] = (run.mark[1] - samples) / (run.mark[0] - began)
     text = f"loss {values['loss']:.4f}, {values['samples_per_second']:.0f} samples/s"
@@ -770,7 +772,7 @@ def log_interval(run: Run, bar: tqdm) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
-    """Record loss and accuracy of the epoch and of the test set. Collective: every rank."""
+    """Record loss and accuracy of the epoch and of the test set. Collective."""
     for buffer in run.model.buffers() if run.world.world_size > 1 else ():
         dist.broadcast(buffer, 0)  # of BatchNorm: all evaluate what rank 0 saves
     run.model.eval()
@@ -780,7 +782,7 @@ def evaluate(run: Run) -> None:
         metrics.add(*compute_loss(run, run.model, *batch))
     totals = metrics.all_reduce(run.world)
     if run.world.rank == 0:
-        train, test = Metrics.means(*run.epoch_totals), Metrics.means(*totals)
+        train, test = means(*run.epoch_totals), means(*totals)
         write_record(run, "epoch", epoch=epoch, **train, **{f"test_{k}": test[k] for k in test})
         text = f"Avg Loss: {train['loss']:.6f}, Accuracy: {train['accuracy']:.2%}, Test Loss: "
         text += f"{test['loss']:.6f}, Test Accuracy: {test['accuracy']:.2%} of {totals[2]}"
@@ -789,12 +791,12 @@ def evaluate(run: Run) -> None:
 
 # --------------------------------------------------------------------------------------- MAIN
 def train(cfg: argparse.Namespace, world: World) -> None:
-    """The whole run: lock its directory, resume, train epoch by epoch. Collective: every rank."""
+    """The whole run: lock its directory, resume, train epoch by epoch. Collective."""
     if cfg.reproducible and world.device.type == "cpu":
         torch.set_num_threads(1)  # with more, some kernels sum in another order
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
     torch.use_deterministic_algorithms(cfg.deterministic or cfg.reproducible)
-    # Shapes stay, so let cuDNN try its kernels once and take the fastest.
+    # Shapes rarely change: let cuDNN time its kernels once per shape and keep the fastest.
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     directory = RunDirectory(Path(cfg.checkpoint_dir))
     on_rank_0(world, directory.lock)
@@ -805,7 +807,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
             log(f"WARNING: the {name} of this run is {was}, not {now}", sys.stderr)
         setattr(cfg, name, was)
     on_rank_0(world, lambda: get_datasets(cfg) and None)  # alone, because it may download
-    run = Run(cfg, world, directory, state)
+    run, state = Run(cfg, world, directory, state), None  # frees the checkpoint's memory
     if world.rank == 0:
         text = f"{cfg.global_batch_size} = {run.sampler.per_step} micro-batches of {cfg.batch_size}"
         log(f"Global batch {text}; {run.sampler.steps_per_epoch} steps per epoch")
@@ -813,17 +815,17 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     evaluated = on_rank_0(world, open_metrics, run)
     write_status(run, "running")
     if path and not evaluated and run.global_step % run.sampler.steps_per_epoch == 0:
-        evaluate(run)  # the run was stopped in between
-    if run.global_step < run.goal and world.world_size > 1 and not cfg.reproducible:
+        evaluate(run)  # it was stopped before its evaluation
+    if run.global_step < run.last_step and world.world_size > 1 and not cfg.reproducible:
         wrap_ddp(run)
-    while run.global_step < run.goal and not train_epoch(run):
+    while run.global_step < run.last_step and not train_epoch(run):
         pass
-    state = "finished" if run.global_step == run.total else "stopped"
-    reason = run.stop.reason or "a signal to another rank" * (run.global_step < run.goal)
-    write_status(run, state, reason)
+    ending = "finished" if run.global_step >= run.total else "stopped"
+    reason = run.stop.reason or "a signal to another rank" * (run.global_step < run.last_step)
+    write_status(run, ending, reason)
     if world.rank == 0:
-        log(f"{state.title()} at step {run.global_step} of {run.total}, saved in {directory.path}")
-    on_rank_0(world, bool)  # wait for its last save: a launcher may end all when one rank exits
+        log(f"{ending.title()} at step {run.global_step} of {run.total}, saved in {directory.path}")
+    on_rank_0(world, lambda: None)  # wait for its last save: a launcher may end all at one exit
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -833,13 +835,13 @@ def main(argv: list[str] | None = None) -> None:
         train(cfg, setup_distributed(cfg))
     except (UserError, ModuleNotFoundError) as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(os.environ.get("RANK", "0") != "0")  # the others may find the same error: let
-        log(f"train_distributed.py: error: {error}", sys.stderr)  # rank 0 end them before they tell
+        time.sleep(2 if os.environ.get("RANK", "0") != "0" else 0)  # let rank 0 end all first
+        log(f"train_distributed.py: error: {error}", sys.stderr)
         raise SystemExit(2) from error
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
-            worker.kill()  # of a loader: exit would wait for it
+            worker.kill()  # of a DataLoader: exit would wait for it
     if dist.is_initialized():
         dist.destroy_process_group()  # only after success: else it might wait for other ranks
 

@@ -36,8 +36,15 @@ LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
-  echo "cluster_train.sh: error: $(hostname): $*" >&2
+  report_failure configuration "$*"
   exit 2
+}
+
+# report_failure CAUSE REASON: on the screen, and in FAILURE_FILE, which scripts/guard.py describes.
+report_failure() {
+  echo "cluster_train.sh: error: $(hostname): $2" >&2
+  (set -o noclobber && printf '{"cause": "%s", "reason": "%s", "host": "%s"}\n' "$1" "$2" "$(hostname)" \
+    >"${FAILURE_FILE:-/dev/null}") 2>/dev/null || true
 }
 
 print_help() {
@@ -98,14 +105,6 @@ stop() {
 
 oom_kills() {
   awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' /proc/vmstat 2>/dev/null || echo 0
-}
-
-# A killed process cannot do it. scripts/guard.py describes FAILURE_FILE.
-report_out_of_memory() {
-  local reason="the kernel killed a process, because memory was short"
-  echo "cluster_train.sh: error: $(hostname): $reason" >&2
-  (set -o noclobber && printf '{"cause": "out of memory", "reason": "%s", "host": "%s"}\n' "$reason" \
-    "$(hostname)" >"${FAILURE_FILE:-/dev/null}") 2>/dev/null || true
 }
 
 main() {
@@ -183,7 +182,7 @@ main() {
   run_workers "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
   if ((status > 0 && $(oom_kills) > kills)); then
-    report_out_of_memory
+    report_failure "out of memory" "the kernel killed a process, because memory was short"
   fi
   exec &>/dev/null
   for _ in {1..100}; do # the last lines, through a slow terminal

@@ -68,11 +68,12 @@ def main() -> None:
     try:
         run(arguments)
     except BaseException as raised:
-        error = raised
+        if not isinstance(raised, SystemExit) or raised.code not in (0, None):
+            error = raised
     if watch:
         watch.end(error)
     if error:
-        report_error(error, world["RANK"])
+        report_error(error, world["RANK"], watch)
         if not isinstance(error, Exception):  # SystemExit or KeyboardInterrupt
             raise error
         traceback = without_own_frames(error.__traceback__)
@@ -512,6 +513,12 @@ class HangWatch:
                 for rank in range(len(self.infos) if self.rank == 0 else 0):  # it serves the store
                     wait_for(self.store, f"ended {rank}", time.monotonic() + 2)
 
+    def ended_ranks(self) -> str:
+        with suppress(Exception):  # the store has ended, too
+            ranks = [r for r in range(len(self.infos)) if self.store.check([f"ended {r}"])]
+            return ", ".join(f"rank {r} on {self.infos[r]['host']}" for r in ranks)
+        return ""
+
 
 def collectives() -> dict[str, tuple[int, int]]:
     """{process group: (collectives begun, ended)}; {} before there is one."""
@@ -562,16 +569,20 @@ def run(arguments: list[str]) -> None:
     exec(code, module.__dict__)
 
 
-def report_error(error: BaseException, rank: int) -> None:
-    """Write down why this rank fails, unless it only follows another one."""
-    if isinstance(error, SystemExit) and error.code in (0, None):
-        return
+def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> None:
+    """Write down why this rank fails, unless it only follows another one that failed."""
     if "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError":
         # Another rank has failed. Launchers report the first to exit, so let that one exit first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         text = str(error).split("] ", 1)[-1].split(". This is")[0]
-        print(f"guard.py: rank {rank} on {HOST}: another rank exited ({text})", file=sys.stderr)
-        time.sleep(3)
+        text = f"rank {rank} on {HOST}: another rank exited ({text})"
+        time.sleep(1)  # within which a rank whose script has ended says so
+        if ended := watch.ended_ranks() if watch else "":
+            text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
+            text += " must take part in the same collectives"
+            write_failure("exception", text, rank)
+        print(f"guard.py: {text}", file=sys.stderr, flush=True)
+        time.sleep(2)
         return
     if isinstance(error, SystemExit):
         root = error.__cause__ or error

@@ -190,23 +190,7 @@ class Supervisor:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
-        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        env = {
-            **os.environ,
-            "ATTEMPT": str(self.count),
-            "ATTEMPT_ID": f"{job_name()}.{1000 * restart + self.count}",
-            "STOP_FILE": str(self.stop_file),
-            "STATUS_FILE": str(self.status_file),
-            "FAILURE_FILE": str(failure_file),
-        }
-        if self.deadline < float("inf"):
-            env["DEADLINE"] = str(self.deadline)
-        if self.count > 1:
-            # Slurm may not have seen the end of the step before, least of all on a lost node.
-            env["SLURM_OVERLAP"] = "1"
-        if self.nodes != self.nodes_at_first:
-            env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)
-            env["SLURM_NNODES"] = str(len(self.nodes))
+        env = {**self.environment(), "FAILURE_FILE": str(failure_file)}
         self.running, began = {"attempt": env["ATTEMPT_ID"], "start": time.time()}, time.time()
         code = self.run(env)
         status, failure = read_json(self.status_file), read_json(failure_file)
@@ -234,6 +218,26 @@ class Supervisor:
             "cause": cause,
             "reason": reason,
         }
+
+    def environment(self):
+        """Of the next attempt."""
+        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        env = {
+            **os.environ,
+            "ATTEMPT": str(self.count),
+            "ATTEMPT_ID": f"{job_name()}.{1000 * restart + self.count}",
+            "STOP_FILE": str(self.stop_file),
+            "STATUS_FILE": str(self.status_file),
+        }
+        if self.deadline < float("inf"):
+            env["DEADLINE"] = str(self.deadline)
+        if self.count > 1:
+            # Slurm may not have seen the end of the step before, least of all on a lost node.
+            env["SLURM_OVERLAP"] = "1"
+        if self.nodes != self.nodes_at_first:
+            env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)
+            env["SLURM_NNODES"] = str(len(self.nodes))
+        return env
 
     def cause(self, code, status, failure):
         """(one word, a sentence)"""

@@ -81,7 +81,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
     (tmp_path / "file").touch()
     for directory, ranks in ((tmp_path / "file" / "run", 2), (tmp_path / "file", 1)):
         message = refuse(directory, *tiny, ranks=ranks)
-        assert message.startswith(f"cannot write to --checkpoint-dir {directory} (")
+        assert message.startswith(f"cannot write to or lock --checkpoint-dir {directory} (")
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +195,12 @@ def test_a_missing_package_for_an_option_is_named(tmp_path, tiny):
 def test_a_deadline_that_is_not_a_time_is_named(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, ranks=2, env={"DEADLINE": "noon"})
     assert "DEADLINE" in message and "noon" in message and "seconds since 1970" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_nccl_without_gpus_is_named(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, "--distributed-backend=nccl", ranks=2)
+    assert message.startswith("cannot join the other ranks (") and "GPU" in message
 
 
 def test_another_number_of_nodes_or_ranks_than_asked_for_is_refused(tmp_path, tiny):

@@ -192,6 +192,13 @@ def test_image_size_resizes(tmp_path, tiny):
     assert (128, 64 * 8 * 8) in shapes
 
 
+def test_a_resumed_run_may_change_its_precision_and_gets_its_own_loss_scale(tmp_path, tiny):
+    options = [*tiny, "--epochs=1"]
+    train(tmp_path / "run", 1, *options, "--stop-at-step=2")
+    run = train(tmp_path / "run", 1, *options, "--amp=fp16", "--stop-at-step=4")
+    assert run.newest()["scaler"]["scale"] == 65536
+
+
 def test_tensorboard_and_wandb_offline(tmp_path, tiny):
     options = [*tiny, "--epochs=1", "--tensorboard", "--wandb"]
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}

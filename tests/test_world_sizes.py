@@ -83,6 +83,12 @@ def test_reproducible_ends_with_the_same_bits_when_the_number_of_ranks_changes(
     assert_same_bits(run, one_rank)
 
 
+def test_reproducible_holds_with_loss_scaling_too(tmp_path, tiny):
+    options = [*tiny, *REPRODUCIBLE, "--amp=fp16", "--stop-at-step=4"]
+    one, three = (train(tmp_path / str(ranks), ranks, *options) for ranks in (1, 3))
+    assert_same_state(one.checkpoint("checkpoint_step_4"), three.checkpoint("checkpoint_step_4"))
+
+
 def test_the_global_batch_and_the_seed_of_the_checkpoint_win(tmp_path, tiny):
     options = [*tiny, "--epochs=1"]
     train(tmp_path / "run", 4, *options, "--stop-at-step=2", record=True)

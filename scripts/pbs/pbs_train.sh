@@ -41,7 +41,8 @@ on_node() {
   local status=0
   trap : TERM # from PBS, to every process; node.py passes it on
   cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-  python3 scripts/ssh/node.py < <(requests "$@") || status=$?
+  exec < <(requests "$@")
+  python3 scripts/ssh/node.py || status=$?
   kill -KILL "$!" 2>/dev/null || true
   echo "$status" >"$1/new$2" && mv "$1/new$2" "$1/status$2"
 }

@@ -30,12 +30,9 @@ def why_not() -> str:
 PROBE = """
 import json, os, socket, sys
 env = os.environ
-rank, local_rank, world_size = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-if rank not in env:
-    rank, local_rank, world_size = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
 line = json.dumps({
-    "host": socket.gethostname(), "rank": int(env[rank]), "local_rank": int(env[local_rank]),
-    "world_size": int(env[world_size]), "cores": sorted(os.sched_getaffinity(0)),
+    "host": socket.gethostname(), "rank": int(env["RANK"]), "local_rank": int(env["LOCAL_RANK"]),
+    "world_size": int(env["WORLD_SIZE"]), "cores": sorted(os.sched_getaffinity(0)),
     "argv": sys.argv[1:], "quoted": env.get("QUOTED"),
 })
 os.write(1, f"PROBE {line}\\n".encode())

@@ -149,12 +149,13 @@ def test_plain_python_in_a_batch_job_is_one_process(cluster, repo, tmp_path, opt
 
 def test_one_gpu_per_task_and_a_rank_that_is_missing(cluster, repo, tmp_path, options):
     step = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-task=1", sys.executable]
-    step += ["train_distributed.py", *options, f"--checkpoint-dir={tmp_path / 'run'}"]
+    step += ["scripts/guard.py", "train_distributed.py", *options]
+    step += [f"--checkpoint-dir={tmp_path / 'run'}"]
     code, text = cluster.on("login", *step, "--stop-at-step=1", cwd=repo)
     assert code == 0, text
     assert "Starting distributed training on 2 processes (1 per node)" in text
     _, text = cluster.on("login", *step, "--nodes=3", cwd=repo)
-    assert "error: --nodes 3, but this job runs on 2: node01, node02" in text
+    assert "error: --nodes or --gpus-per-node: this launch has 2 x 1 ranks" in text
 
 
 def test_a_config_that_is_missing_is_named(cluster, repo):
@@ -244,11 +245,9 @@ def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
         assert [record["local_rank"] for record in records] == [0, 1] * 2
         share = 1 if cpus else os.cpu_count() // 2
         for first, second in (records[:2], records[2:]):
-            if name == "slurm_train_multinode.sh":  # srun binds each task
-                assert len(first["cores"]) == len(second["cores"]) == share, text
-                assert not set(first["cores"]) & set(second["cores"]), text
-            else:  # torchrun's workers share those of the node; the trainer divides them
-                assert first["cores"] == second["cores"] and len(first["cores"]) == 2 * share
+            # srun binds each task to its cores; guard.py divides them among torchrun's workers.
+            assert len(first["cores"]) == len(second["cores"]) == share, text
+            assert not set(first["cores"]) & set(second["cores"]), text
     if not cpus:  # one task that asks for two cores
         alone = [
             "--nodes=1",

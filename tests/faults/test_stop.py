@@ -109,6 +109,22 @@ def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
     assert stop.reason == "time limit"
 
 
+def test_a_stop_at_the_very_last_step_still_evaluates_what_is_finished(tmp_path, tiny):
+    at_the_end = f"""if True:
+    import train_distributed
+
+    def train_step(run, *arguments, inner=train_distributed.train_step):
+        inner(run, *arguments)
+        if run.global_step == run.total:
+            open({str(tmp_path / "run/STOP")!r}, "w").close()
+
+    train_distributed.train_step = train_step
+    """
+    run = train(tmp_path / "run", 2, *tiny, "--epochs=1", before=at_the_end)
+    assert run.status()["state"] == "finished"
+    assert [record["epoch"] for record in run.records("epoch")] == [1]
+
+
 STOP_IN_EVALUATION = """if True:
     import os, signal
     import train_distributed

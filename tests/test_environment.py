@@ -1,0 +1,53 @@
+"""docs/ENVIRONMENT.md lists the variables that the code reads, and no others."""
+
+import ast
+import re
+
+import pytest
+from harness import REPO
+
+SCRIPTS = [*REPO.glob("scripts/**/*.sh"), *REPO.glob("*.sh"), *REPO.glob("*.slurm")]
+SCRIPTS = sorted(path for path in SCRIPTS if not path.is_symlink())
+PYTHON = [REPO / "train_distributed.py", *sorted(REPO.glob("scripts/**/*.py"))]
+FILES = {path.name: path for path in SCRIPTS + PYTHON}
+ROW = re.compile(r"(?m)^\| `([A-Z_]+)` \| .* \| (.*) \| (.*) \|$")
+ROWS = {name: (setters, readers) for name, setters, readers in ROW.findall(
+    (REPO / "docs/ENVIRONMENT.md").read_text())}  # fmt: skip
+
+
+def read_in_python(text: str):
+    """What is read by name from os.environ, or from a dictionary `env` or `environment`."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            place, names = node.func.value, node.args[:1] * (node.func.attr == "get")
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            place, names = node.value, [node.slice]
+        elif isinstance(node, ast.Compare):
+            place, names = node.comparators[0], [node.left]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "seconds":  # of guard.py
+            place, names = ast.Name("env"), node.args[:1]
+        else:
+            continue
+        if ast.unparse(place) in ("os.environ", "env", "environment"):
+            yield from (name.value for name in names if isinstance(name, ast.Constant))
+
+
+def variables():
+    for path in PYTHON:
+        yield from ((name, path.name) for name in read_in_python(path.read_text()))
+    for path in SCRIPTS:
+        names = re.findall(r"\$\{([A-Z]\w*):?-", path.read_text())
+        yield from ((name, path.name) for name in names)
+
+
+@pytest.mark.parametrize(("name", "file"), sorted(set(variables())))
+def test_a_variable_that_the_code_reads_is_in_the_tables(name, file):
+    assert name in ROWS and f"`{file}`" in " ".join(ROWS[name])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_file_of_a_row_names_the_variable(name):
+    files = re.findall(r"`([\w.]+)`", " ".join(ROWS[name]))
+    for file in files:
+        short = name.removeprefix("SLURM_")  # the trainer puts SLURM_ in front itself
+        assert re.search(rf"\b({name}|{short})\b", FILES[file].read_text()), file
