@@ -1,4 +1,4 @@
-"""The contestants of benchmarks/speed.py: the same training, as each project's first page has it.
+"""The contestants of benchmarks/speed.py: the same training, as each project documents it.
 
 All train the same network on the same data with SGD and momentum 0.9. A contestant is a function of
 (setup, clock) that calls clock.tick() after every step until clock.over.

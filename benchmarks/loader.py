@@ -5,10 +5,10 @@
     python benchmarks/loader.py --data-dir imagenet --files 5000 --workers 8 16 32
 
 Bare decoding is the limit: one process per core opens, decodes, crops, resizes and flips its share
-of the files, as `--dataset imagefolder` does, and hands nothing on. The trainer's loader does the
-same in --workers processes and hands on batches of 64, on which nobody trains. The last row is what
-raises the limit: files that were made smaller once. All take turns; printed are medians of images
-per second, and of the ratios within a round.
+of the files, as `--dataset imagefolder` does, and drops the images. The trainer's loader does the
+same in --workers processes and returns batches of 64; nothing is trained. The last row shows what
+raises the limit: smaller files. All take turns; printed are medians of images per second, and of
+the ratios within a round.
 """
 
 import argparse

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-LAUNCHER = (REPO / "scripts/cluster_train.sh").read_text()
-# What cluster_train.sh sets for CPU ranks; scripts/guard.py also gives each its own cores.
-MALLOC = {"GLIBC_TUNABLES": re.search(r"GLIBC_TUNABLES:-([^}]+)", LAUNCHER)[1]}
+SITE = (REPO / "scripts/site.sh").read_text()
+# What the launchers set for CPU ranks; scripts/guard.py also gives each its own cores.
+MALLOC = {"GLIBC_TUNABLES": re.search(r"GLIBC_TUNABLES:-([^}]+)", SITE)[1]}
 
 
 def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[str]:

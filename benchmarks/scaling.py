@@ -6,8 +6,8 @@
 Hosts are network namespaces of this machine on a bridge, with one or two ranks each. `tc` (a token
 bucket) limits their links to --mbits, so slow that two cores keep up with 16 hosts. The prediction
 takes the bandwidth from that setting, the latency of a hop from a small all_reduce on 2 hosts, and
-the rest from scripts/plan.py. The second part shows where it ends: processes of one host, whose
-link is the memory, and which soon outnumber its cores.
+the rest from scripts/plan.py. The second part shows its limits: processes of one host, whose link
+is the memory, and which soon outnumber its cores.
 """
 
 import argparse

@@ -86,7 +86,7 @@ def software():
 
     text = f"{torch.__version__}, Python {platform.python_version()}"
     if tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) < (2, 10):
-        yield Finding("FAIL", "PyTorch", f"{text}: the trainer needs PyTorch 2.10", remedy)
+        yield Finding("FAIL", "PyTorch", f"{text}: the trainer needs 2.10 or newer", remedy)
     else:
         yield Finding("OK", "PyTorch", text)
 
@@ -107,7 +107,7 @@ def gpus() -> list[Finding]:
     for uuid, index, _, _, total, used, errors, limit, default in rows:
         if number(errors):
             text = f"GPU {index} has {errors} uncorrected memory errors"
-            remedy = "leave the node out, and tell the administrators"
+            remedy = "exclude the node, and tell the administrators"
             findings.append(Finding("FAIL", "GPU memory", text, remedy))
         if number(used) > 1024:
             pids = ", ".join(pid for gpu, pid in processes if gpu == uuid)
@@ -120,7 +120,7 @@ def gpus() -> list[Finding]:
             findings.append(Finding("WARN", "GPU power", text, remedy))
     if count < max(len(visible), guard.has_gpu()):
         text = f"PyTorch {torch.__version__} sees {count} of {len(visible) or 'the'} GPUs{driver}"
-        remedy = "ask the scheduler for GPUs, or install a PyTorch for this driver (pytorch.org)"
+        remedy = "ask the scheduler for GPUs, or install a PyTorch build for this driver"
         return [*findings, Finding("WARN", "GPUs", text, remedy)]
     names = " and ".join(sorted({row[2] for row in rows})) or "GPU"
     text = f"{count} x {names}, CUDA {torch.version.cuda or 'none'}{driver}"
@@ -158,7 +158,7 @@ def shared_memory() -> list[Finding]:
     usage = shutil.disk_usage("/dev/shm")
     text = f"{usage.free / GIB:.1f} GiB of {usage.total / GIB:.1f} GiB of /dev/shm are free"
     if usage.free < GIB:
-        remedy = "DataLoader workers and NCCL need 1 GiB: docker run --shm-size=8g, or empty it"
+        remedy = "DataLoader workers and NCCL need 1 GiB: delete files, or docker run --shm-size=8g"
         return [Finding("WARN", "/dev/shm", text, remedy)]
     return [Finding("OK", "/dev/shm", text)]
 
@@ -303,7 +303,7 @@ def launch_script(path: Path):
         text = f"--ntasks-per-node={tasks}, but torchrun starts the workers of a node itself"
         yield finding(number, text, "set --ntasks-per-node=1")
     if {"gpus-per-task", "gpus-per-node"} <= options.keys():
-        text = "--gpus-per-task beside --gpus-per-node: each task sees one GPU, and NVLink is lost"
+        text = "--gpus-per-task with --gpus-per-node: each task sees one GPU only, without NVLink"
         yield finding(options["gpus-per-task"][1], text, "remove --gpus-per-task")
     for name in ("output", "error"):
         value, number = options.get(name, ("", 0))
@@ -324,5 +324,5 @@ def data(dataset: str, data_dir: str):
         remedy = "--data-dir DIR with DIR/train/CLASS/ and DIR/val/CLASS/"
         yield Finding("FAIL", "data", text, remedy)
     else:
-        remedy = "the training downloads it; where there is no network, copy it there"
+        remedy = "the training downloads it; without a network, copy it there"
         yield Finding("WARN", "data", text, remedy)

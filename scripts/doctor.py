@@ -196,10 +196,10 @@ class Rank:
         end = time.monotonic() + seconds
         return {rank: self.get(f"{kind} {rank}", end - time.monotonic()) for rank in ranks}
 
-    # ---- who is there
+    # ---- rank info
 
     def describe(self) -> dict:
-        """What the ranks compare: "same" must be equal, "alike" should be."""
+        """The rank info that is compared: "same" must be equal, "alike" should be."""
         info = guard.rank_info(self.world, ["train_distributed.py", *sys.argv[1:]])
         import torch
 
@@ -230,9 +230,8 @@ class Rank:
             text = str(error).split("\n")[0] or "another program answers there"
             known = {"timed out": "no answer", "EADDRINUSE": "the port is in use"}
             why = next((known[words] for words in known if words in text), text)
-            self.log(f"without a store at {self.master}: {why}")
             text = f"rank {self.rank} on {HOST} has no store at {self.master}: {why}"
-            remedy = "is MASTER_ADDR an address of rank 0, the port free, no firewall between?"
+            remedy = "check MASTER_ADDR (an address of rank 0), the port, and any firewall"
             self.add("FAIL", "ranks", text, remedy)
             return False
         self.set(f"info {self.rank}", self.info)
@@ -247,7 +246,7 @@ class Rank:
             self.set("infos", infos)
         infos = self.get("infos", 2 * MEET_SECONDS + 10)
         if infos is None or infos[self.rank] is None:
-            text = f"rank {self.rank} on {HOST} came too late: rank 0 did not wait for it"
+            text = f"rank {self.rank} on {HOST} was too late: rank 0 had stopped waiting"
             self.add("FAIL", "ranks", text, "see the log of rank 0")
             return
         self.hosts = guard.ranks_by_host(infos)
@@ -274,7 +273,7 @@ class Rank:
             hosts, node = guard.hosts_of_job(os.environ), rank // self.world["LOCAL_WORLD_SIZE"]
             host = hosts[node] if node < len(hosts) else f"node rank {node}"
             missing = f"on {host} did not start within {MEET_SECONDS} s"
-            remedy = f"see its log; does its host reach {self.master}?"
+            remedy = f"see its log, and check that its host reaches {self.master}"
             self.add("FAIL", "ranks", f"rank {rank} {self.last_seen(rank) or missing}", remedy)
         if None not in infos:
             hosts = ", ".join(guard.ranks_by_host(infos))
@@ -484,13 +483,13 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
         text = f"{times[slowest]:.0f} ms there and back"
         near = {rank for pair in times.keys() - far for rank in pair}
         if len(culprit := set.intersection(*map(set, far)) - near) == 1:
-            where, text = names[culprit.pop()], f"{text} to some of the others"
-        remedy = "does it use the network of the cluster (`ip route get`)? If not, leave it out"
+            where, text = names[culprit.pop()], f"{text} to each of the others"
+        remedy = "check its route (`ip route get ADDRESS`), or exclude the node"
         findings.append(Finding("WARN", "network", text, remedy, where))
     for sender, shares in lost.items():
         to = ", ".join(names[receiver] for receiver in shares)
         text = f"{max(shares.values()):.1%} of the packets that it sends to {to} are lost"
-        remedy = "a bad cable or port, or a full switch? Leave it out, and tell the administrators"
+        remedy = "exclude the node; a cable, port or switch may be bad: tell the administrators"
         findings.append(Finding("WARN", "network", text, remedy, names[sender]))
     if findings:
         return findings

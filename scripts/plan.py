@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Predict a training on a cluster that is not here: steps, traffic, memory, checkpoints.
+"""Predict a training run on another cluster: steps, traffic, memory, checkpoints.
 
     python scripts/plan.py --config FILE --nodes 64 --gpus-per-node 8
     python scripts/plan.py --dataset imagefolder --samples 1281167 --classes 1000 \\
         --model resnet50 --amp bf16 --epochs 90 --samples-per-second 2700 --nodes 8
 
-Takes the trainer's options, and those of the group "plan". Needs no GPU and trains nothing. What it
-does not know it assumes, and says so. Two figures of your machines matter most: the speed of one
-GPU (train on it for a minute: samples_per_second in metrics.jsonl) and the links between them
-(`TRAIN_SCRIPT=scripts/doctor.py LAUNCHER ... --json > links.json` measures them).
+Takes the trainer's options, and those of the group "plan". It needs no GPU and trains nothing. It
+names its assumptions. Two figures of your machines matter most: the speed of one GPU (train on it
+for a minute: samples_per_second in metrics.jsonl) and the links between them. A launch with
+TRAIN_SCRIPT=scripts/doctor.py and --json measures these: give its output as --links.
 
 Model of an all_reduce of n bytes over p ranks on N nodes, from NCCL's tuner (src/graph/tuning.cc);
 a is the latency of a hop, B the smaller one of the two bandwidths:
@@ -22,6 +22,7 @@ import argparse
 import functools
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def step_seconds(compute: float, gradients: float, reduce) -> float:
 
 
 def checkpoint_interval(save: float, between_failures: float) -> float:
-    """Seconds between checkpoints that lose least (Daly, doi 10.1016/j.future.2004.11.016)."""
+    """Seconds between checkpoints that lose least time (Daly, doi 10.1016/j.future.2004.11.016)."""
     if save >= 2 * between_failures:
         return between_failures
     x = save / (2 * between_failures)
@@ -92,7 +93,9 @@ def links_of(args) -> Links:
     if not args.links:
         return links
     try:
-        findings = json.loads(Path(args.links).read_text())
+        text = Path(args.links).read_text()
+        found = re.search(r"^\[\n.*?^\]$", text, re.DOTALL | re.MULTILINE)  # in a launcher's log
+        findings = json.loads(found[0] if found else text)
         measured = next(f["data"] for f in findings if f["check"] == "all_reduce" and f.get("data"))
         seconds, local, ranks = measured["seconds"], measured["local"], measured["ranks"]
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
@@ -155,7 +158,7 @@ def describe_data(args) -> trainer.DataSpec:
     if args.samples is None and args.dataset != "mnist":
         images, _, spec = trainer.get_datasets(args)
         args.samples = len(images)
-    else:  # need not be here
+    else:  # the data need not be on this machine
         args.samples = args.samples or 60_000
         digits = args.dataset.startswith("mnist")
         channels = 1 if digits and args.model == "simple_convnet" else 3
@@ -283,7 +286,7 @@ def describe(args, p: SimpleNamespace) -> list[tuple[str, str]]:
         ("checkpoint", f"{size_of(p.checkpoint)}, {time_of(p.save)} to write at the end of each "
                        f"epoch, {100 * p.save / p.epoch:.2g} % of it"),
         ("", f"failures of nodes: one every {time_of(p.failures)}; checkpoints every "
-             f"{time_of(p.interval)} lose least, {100 * p.lost:.2g} % of the time "
+             f"{time_of(p.interval)} lose the least time, {100 * p.lost:.2g} % "
              f"({'the run is shorter' if p.interval > p.whole else often})"),
         ("requeues", f"{p.requeues} with a time limit of {time_of(3600 * args.time_limit_hours)}"),
     ]  # fmt: skip
@@ -302,8 +305,8 @@ def advise(args, p: SimpleNamespace) -> list[str]:
         f"decoding JPEG files takes {cores:.0f} cores of each node, at an assumed {JPEGS} files "
         "per second and core (benchmarks/loader.py measures it)":
             args.dataset == "imagefolder",
-        "the links limit the speed: more micro-batches per step (--global-batch-size) make "
-        "communication rarer":
+        "the links limit the speed: with a larger --global-batch-size the ranks communicate less "
+        "often":
             p.compute / p.step < 0.9,
         "without --samples-per-second of one GPU the time is a guess; small networks are slower":
             not args.samples_per_second,

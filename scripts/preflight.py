@@ -128,7 +128,7 @@ def check_master(args: argparse.Namespace) -> None:
             pass  # the host answers; its store is not there yet
         except OSError as error:
             text = f"cannot reach master {master} ({address[0]}): {error.strerror or error}"
-            refuse(f"{text}: is MASTER_ADDR right, and its node up?", "node lost")
+            refuse(f"{text}: check MASTER_ADDR, and that its node is up", "node lost")
 
 
 def check_bf16() -> None:

@@ -126,7 +126,7 @@ def test_without_a_launch_it_refuses_what_it_does_not_know(words, message):
         ("##PBS -l select=2\n", ["WARN 1 `##PBS -l select=2` is a comment"]),
         ("#SBATCH --ntasks-per-node=4\ntorchrun x.py\n", ["WARN 1 --ntasks-per-node=4, but"]),
         ("#SBATCH --ntasks-per-node=4\necho no torchrun\n", []),
-        ("#SBATCH --gpus-per-node=4 --gpus-per-task=1\n", ["WARN 1 --gpus-per-task beside"]),
+        ("#SBATCH --gpus-per-node=4 --gpus-per-task=1\n", ["WARN 1 --gpus-per-task with"]),
         ("#SBATCH --error none/%j.err\n", ["FAIL 1 --error in none/, which does not exist"]),
     ],
 )

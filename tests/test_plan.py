@@ -94,8 +94,9 @@ def test_links_that_the_doctor_measured_are_used(tmp_path):
     measured = {f"{name} {n}": seconds(n, *shape) for n in (8192, 64 << 20)
                 for name, shape in {"node": (1, 4), "all": (3, 4)}.items()}  # fmt: skip
     found = {"seconds": measured, "local": 4, "ranks": 12, "links": []}
-    file = tmp_path / "links.json"
-    file.write_text(json.dumps([{"check": "clocks"}, {"check": "all_reduce", "data": found}]))
+    file = tmp_path / "job.out"  # of a launch, with other lines
+    findings = json.dumps([{"check": "clocks"}, {"check": "all_reduce", "data": found}], indent=1)
+    file.write_text(f"[rank check]\n$ python scripts/doctor.py --json\n{findings}\nnode01: done\n")
     links = plan.links_of(plan.build_parser().parse_args([f"--links={file}"]))
     assert links.intra_bandwidth == pytest.approx(100e9, rel=0.01)
     assert links.inter_bandwidth == pytest.approx(10e9, rel=0.01)

@@ -14,8 +14,9 @@ from harness import LAUNCH_VARIABLES, REPO, free_port
 sys.path.append(str(REPO / "scripts"))
 
 import checks  # noqa: E402
-import guard  # noqa: E402
 import preflight  # noqa: E402
+
+guard = preflight.guard  # another test file may have loaded a second copy
 
 PREFLIGHT = REPO / "scripts/preflight.py"
 CONFIG = "configs/default_config.yaml"
@@ -75,7 +76,7 @@ def test_missing_packages(check):
 
 
 def test_an_old_python():
-    """Simulated, for want of one."""
+    """Simulated: there is none here."""
     code = "import runpy, sys; sys.version_info = (3, 8, 10); sys.argv = sys.argv[1:]; "
     command = [sys.executable, "-c", code + "runpy.run_path(sys.argv[0])", PREFLIGHT, "x.py"]
     env = ENV | {"PYTHONPATH": str(REPO / "scripts")}

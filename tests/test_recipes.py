@@ -214,4 +214,4 @@ def test_cuda_graphs_trains_and_refuses_what_it_cannot(tmp_path):
     plain = train(copy, *options, run="plain")
     assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in plain], rel=1e-4)
     code, output = start(copy, "other", *options, "--compile", "--reproducible")
-    assert code == 2 and "one rank only" in output
+    assert code == 2 and "CUDA graphs need a single rank" in output

@@ -66,8 +66,8 @@ def test_plots_compare_runs(tmp_path, tiny):
     )
 
 
-# find_repository: before they have found it there is nothing to share, so each holds a copy.
-@pytest.mark.parametrize(("function", "copies"), [("find_repository", 3), ("end_as", 2)])
+# Before they have found the repository there is nothing to share, so each holds a copy.
+@pytest.mark.parametrize(("function", "copies"), [("find_repository", 3), ("exec_command", 2)])
 def test_slurm_scripts_hold_the_same_copy_of_a_function(function, copies):
     scripts = ["run_distributed.slurm", "slurm_train_multinode.sh", "slurm_train_single_node.sh"]
     block = re.compile(rf"{function}\(\) {{\n.*?\n}}\n", re.DOTALL)
