@@ -510,8 +510,12 @@ class HangWatch:
             time.sleep(0.2)  # gloo's threads abort Python's shutdown, too (pytorch/pytorch#179291)
             with suppress(Exception):
                 self.store.set(f"ended {self.rank}", "")
-                for rank in range(len(self.infos) if self.rank == 0 else 0):  # it serves the store
+                if self.rank:
+                    return
+                for rank in range(len(self.infos)):  # this rank, or its torchrun, serves the store
                     wait_for(self.store, f"ended {rank}", time.monotonic() + 2)
+                if len(ranks_by_host(self.infos)) > 1:
+                    time.sleep(0.5)  # its torchrun should be the last to exit
 
     def ended_ranks(self) -> str:
         with suppress(Exception):  # the store has ended, too
