@@ -158,7 +158,7 @@ class Supervisor:
                     why = "as you asked"
                 elif self.crashes >= NO_PROGRESS:
                     why = f"{self.crashes} crashes without progress"
-                log(f"error: {what}. Giving up: {why}. After fixing it, resume with: {self.again()}")
+                log(f"error: {what}. Giving up: {why}. After fixing it: {self.again()}")
                 return 2 if cause in ("configuration", "in use") else 1
             self.restarts += 1
             where = f"from step {attempt['saved_step']}"

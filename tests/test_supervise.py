@@ -78,7 +78,7 @@ def test_crashes_without_progress_are_retried_twice(tmp_path, supervise):
     code, text = supervise(*CRASH)
     assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 3
     assert "error: killed at step 0: exit code 1 and no error report" in text
-    assert "Giving up: 3 crashes without progress. After fixing it, resume with: " in text
+    assert "Giving up: 3 crashes without progress. After fixing it: " in text
 
 
 def test_there_are_no_more_restarts_than_max_restarts(tmp_path, supervise):
