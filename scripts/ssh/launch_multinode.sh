@@ -4,7 +4,7 @@
 #
 # Usage: scripts/ssh/launch_multinode.sh CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR [options]
 #
-# Environment: as for launch_torchrun_multinode.sh
+# Environment: see launch_torchrun_multinode.sh
 #
 # Examples:
 #   scripts/ssh/launch_multinode.sh configs/default_config.yaml 4 2 0 node01    # on node01

@@ -7,7 +7,7 @@
 # HOSTS as for pdsh -w: node[01-16], rack[01-02]-n[1-4], node01,node07. The first host is the master. All
 # arguments from the first one with a dash on are options of train_distributed.py.
 #
-# Environment: as for launch_torchrun_auto.sh
+# Environment: see launch_torchrun_auto.sh
 #
 # Examples:
 #   scripts/ssh/launch_pdsh_multinode.sh configs/default_config.yaml 8 'node[01-16]'

@@ -3,7 +3,7 @@
 #
 # Usage: scripts/ssh/launch_singlenode.sh CONFIG GPUS [options of train_distributed.py]
 #
-# Environment: as for scripts/cluster_train.sh; DRY_RUN=1 only prints the command
+# Environment: see scripts/cluster_train.sh; DRY_RUN=1 only prints the command
 #
 # Examples:
 #   scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4

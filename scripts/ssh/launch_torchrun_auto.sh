@@ -9,7 +9,7 @@
 # The environment is passed on, except for variables of the host, such as CUDA_VISIBLE_DEVICES. All
 # arguments from the first one with a dash on are options of train_distributed.py.
 #
-# Environment (also as for scripts/cluster_train.sh):
+# Environment (see also scripts/cluster_train.sh):
 #   MASTER_ADDR  address of the first host, reachable from all hosts   [its name as given]
 #   MASTER_PORT  a free port on the first host                         [found automatically]
 #   REPO_ROOT    path of the repository on the hosts                   [its path here]

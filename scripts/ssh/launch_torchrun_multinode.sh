@@ -7,7 +7,7 @@
 # MASTER_ADDR is a name or address of node rank 0 that all machines can reach. All arguments from the
 # first one with a dash on are options of train_distributed.py.
 #
-# Environment (also as for scripts/cluster_train.sh):
+# Environment (see also scripts/cluster_train.sh):
 #   MASTER_PORT  a free port of node rank 0, the same in all calls [29400]
 #
 # Examples:

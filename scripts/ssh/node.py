@@ -22,10 +22,10 @@ import uuid
 from contextlib import suppress
 
 # Time limits:
-# END_SECONDS   After `end`, node.py kills its command. Another node has failed, or Ctrl-C was pressed
-#               twice; ranks that wait for a failed rank would never exit.
-# GONE_SECONDS  The same if the launcher was killed or the connection lost: more ranks may be able to
-#               save. Under supervise.py, which may restart at once, it is END_SECONDS.
+# END_SECONDS   After `end`, node.py kills its command. Another node has failed, or Ctrl-C was
+#               pressed twice; ranks that wait for a failed rank would never exit.
+# GONE_SECONDS  The same if the launcher was killed or the connection lost: more ranks may be able
+#               to save. Under supervise.py, which may restart at once, it is END_SECONDS.
 # HANG_SECONDS  After END_SECONDS and this, the launcher exits without waiting for its nodes.
 # After `stop`, the last save may take any time.
 END_SECONDS, GONE_SECONDS, HANG_SECONDS = 5, 30, 10
