@@ -103,7 +103,7 @@ def main() -> None:
         cells = " | ".join(f"{seconds:.0f} s, {share:.2f} %" for seconds, share in (ours, other))
         print(f"| {seed} | {cells} | {ratios[-1]:.1f} |" if reached else f"| {seed} | {cells} | |")
         sys.stdout.flush()
-    print(f"template / ours: {statistics.median(ratios):.1f}" if ratios else "--accuracy was missed.")
+    print(f"template / ours: {statistics.median(ratios):.1f}" if ratios else "The goal was missed.")
 
 
 if __name__ == "__main__":
