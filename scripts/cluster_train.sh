@@ -68,7 +68,7 @@ node_rank_among() {
 # because Slurm sends it twice in quick succession when it ends a job.
 run_workers() {
   local status=0 alone=()
-  child="" stop_received="" workers_told=""
+  child="" stop_received="" workers_signaled=""
   # In a new session, so that Ctrl-C does not reach torchrun; stopped if this shell dies.
   if setpriv --pdeathsig TERM true 2>/dev/null; then
     alone=(setpriv --pdeathsig TERM)
@@ -96,8 +96,8 @@ stop() {
   fi
   trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' INT
   if pkill -TERM -P "$child"; then
-    workers_told=1
-  elif [[ -z "$workers_told" ]]; then # no workers yet: nothing to save
+    workers_signaled=1
+  elif [[ -z "$workers_signaled" ]]; then # no workers yet: nothing to save
     kill -KILL "$child" || true
   fi
 }
