@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Slurm + srun on one node: one task per GPU, ranks from Slurm itself. As shipped 4 GPUs;
-# change the directives below, or give sbatch other numbers on the command line.
+# Slurm + srun on one node: one task per GPU, without torchrun. Default: 4 GPUs. Edit the directives below
+# or override them on sbatch's command line.
 #
 # Usage: sbatch [options of sbatch] slurm_train_single_node.sh [config] [options of train_distributed.py]
 #        bash slurm_train_single_node.sh --help
 #
-# Environment (and that of slurm_train_multinode.sh):
-#   REPO_ROOT  this repository                      [where sbatch was called, or where this file is]
+# Environment (see also slurm_train_multinode.sh):
+#   REPO_ROOT  path of this repository              [the submission directory, or that of this file]
 #
 # Examples:
 #   sbatch slurm_train_single_node.sh
@@ -33,12 +33,12 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
-# Slurm runs a copy of this file, so where it lies must be asked of Slurm.
+# Slurm runs a copy of this file, so ask Slurm for the original path.
 find_repository() {
   local submitted place
   submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
   until [[ -f "$submitted" || "$submitted" != *" "* ]]; do
-    submitted="${submitted% *}" # its arguments
+    submitted="${submitted% *}" # drop an argument
   done
   for place in "$REPO_ROOT" "${SLURM_SUBMIT_DIR:-$PWD}" "$(dirname "$(realpath "$submitted")")"; do
     if [[ -n "$place" && -f "$place/train_distributed.py" ]]; then
@@ -57,7 +57,7 @@ main() {
   [[ -n "${SLURM_JOB_ID:-}" ]] || fail "this is for sbatch; without Slurm: scripts/cluster_train.sh"
   REPO_ROOT="$(find_repository)"
   export REPO_ROOT
-  # Beyond the directives, which are read by sbatch, one node is no different from several.
+  # sbatch has read the directives; the rest is the same as for several nodes.
   exec bash "$REPO_ROOT/slurm_train_multinode.sh" "$@"
 }
 

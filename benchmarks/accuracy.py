@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Seconds from the command to 99 % test accuracy on MNIST: configs/mnist_fast.yaml and a template.
+"""Time to 99 % test accuracy on MNIST: configs/mnist_fast.yaml compared with a plain loop.
 
     python benchmarks/accuracy.py --data-dir data               # half an hour on two cores
     python benchmarks/accuracy.py --data-dir data --rounds 1 --accuracy 98
 
-The template is the usual training loop (a transform per image, loader workers, .item() in every
-step, batch 64, SGD with momentum at a constant 0.01) with the same network. It evaluates after each
-epoch and ends at --accuracy. Ours trains as configs/mnist_fast.yaml says. One process each, with
-all cores; another seed in each round. Printed are seconds and test accuracies per round, and the
-median ratio of the rounds in which both reached --accuracy.
+The plain loop ("template") is the usual one with the same network: a transform per image, loader
+workers, .item() in every step, batch size 64, SGD with momentum, constant learning rate 0.01. It
+evaluates after each epoch and stops at --accuracy. "ours" is the trainer with mnist_fast.yaml. Each
+runs in one process on all cores, with a different seed in each round. The output has seconds from
+start to end and test accuracy per round, and the median ratio of the rounds in which both reached
+--accuracy.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from pathlib import Path
 from contestants import network
 from ranks import MALLOC, REPO, run_ranks
 
-MOST = 30  # epochs
+MOST = 30  # epochs at most
 
 
 def template(seed: int, data_dir: str, goal: float) -> float:
-    """Trains until the test accuracy is the goal, in percent. Returns the accuracy."""
+    """Train until the test accuracy reaches the goal, in percent. Returns the accuracy."""
     import torch
     import torchvision
     from torch.utils.data import DataLoader
@@ -63,11 +64,11 @@ def template(seed: int, data_dir: str, goal: float) -> float:
 
 
 def turn(name: str, seed: int, options) -> tuple[float, float]:
-    """(seconds, accuracy in percent)"""
+    """Run one of the two. Returns (seconds, accuracy in percent)."""
     env = {"CUDA_VISIBLE_DEVICES": ""} if options.cpu else {}
     with tempfile.TemporaryDirectory() as directory:
         words = [__file__, f"--template={seed}", f"--accuracy={options.accuracy}"]
-        if name == "ours":  # as the launchers start it
+        if name == "ours":  # started as by the launchers
             words = [REPO / "scripts/guard.py", REPO / "train_distributed.py", f"--seed={seed}"]
             words += ["--config", REPO / "configs/mnist_fast.yaml", f"--checkpoint-dir={directory}"]
             env |= MALLOC
@@ -84,10 +85,10 @@ def main() -> None:
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
     parser = argparse.ArgumentParser(**style)
     add = parser.add_argument
-    add("--data-dir", default="data", help="where MNIST/raw is [data]")
+    add("--data-dir", default="data", help="directory with MNIST/raw [data]")
     add("--rounds", type=int, default=3, help="[3]")
     add("--accuracy", type=float, default=99.0, help="the goal, in percent [99]")
-    add("--cpu", action="store_true", help="even if there is a GPU")
+    add("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     add("--template", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.template is not None:

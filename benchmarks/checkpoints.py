@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How long training stands still for a checkpoint: as it is, and with the recipe async_checkpoint.
+"""How long a checkpoint stalls training: the trainer as it is, and with recipe async_checkpoint.
 
     python benchmarks/checkpoints.py                     # ResNet-18 with SGD: 94 MB; two minutes
     python benchmarks/checkpoints.py --model resnet50 --directory /scratch
 
-The trainer and a patched copy of it take turns; between saves both train. Printed are medians and
-quartiles of the seconds that save_checkpoint() takes, medians of the seconds until the checkpoint
-is on disk, and the duration of a step alone and while a checkpoint is written.
+The trainer and a patched copy alternate; both train between saves. The output has the median and
+quartiles of the duration of save_checkpoint(), the median time until the checkpoint is on disk, and
+the duration of a step alone and while a checkpoint is written.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RECIPE = REPO / "docs/recipes/async_checkpoint.patch"
 
 
 class Trainer:
-    """A copy of train_distributed.py in a directory of its own, with or without the recipe."""
+    """A copy of train_distributed.py in its own directory, with or without the recipe."""
 
     def __init__(self, directory: Path, model: str, recipe: bool):
         directory.mkdir()
@@ -56,14 +56,14 @@ class Trainer:
         return time.perf_counter()
 
     def step(self) -> float:
-        """Seconds of a step."""
+        """Train one step. Returns its duration in seconds."""
         began = self.now()
         step = self.run.global_step % self.run.sampler.steps_per_epoch
         self.code.train_step(self.run, self.batches, step, self.metrics)
         return self.now() - began
 
     def save(self) -> list[float]:
-        """Save while training goes on. Returns the seconds of each step until it is on disk."""
+        """Save while training continues. Returns the seconds of each step until it is on disk."""
         goal, during, began = self.run.global_step, [], self.now()
         self.code.save_checkpoint(self.run, final=False)
         self.stalls.append(self.now() - began)
@@ -82,11 +82,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(**style)
     add = parser.add_argument
     add("--model", default="resnet18", help="[resnet18]")
-    add("--saves", type=int, default=12, help="of each kind [12]")
+    add("--saves", type=int, default=12, help="saves with and without the recipe [12]")
     add("--directory", default=tempfile.gettempdir(), help="where to save [/tmp]")
     add("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not options.rank:  # again, as the launchers start a rank
+    if not options.rank:  # start again, with the environment of a rank
         return print(run_ranks([__file__, *sys.argv[1:], "--rank"], 1, **MALLOC)[0], end="")
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         at_once = Trainer(Path(directory, "at_once"), options.model, recipe=False)
@@ -101,7 +101,7 @@ def main() -> None:
           f"checkpoint is written {milliseconds(during or [0])}")  # fmt: skip
     for trainer, name in ((at_once, "as it is"), (recipe, "async_checkpoint")):
         low, _, high = statistics.quantiles(trainer.stalls[1:], n=4)  # the first warms up
-        print(f"{name}: training stands still for {milliseconds(trainer.stalls[1:])} (quartiles "
+        print(f"{name}: training stalls for {milliseconds(trainer.stalls[1:])} (quartiles "
               f"{1e3 * low:.0f} to {1e3 * high:.0f}), on disk after "
               f"{milliseconds(trainer.on_disk[1:])}")  # fmt: skip
     ratios = [b / a for a, b in zip(at_once.stalls[1:], recipe.stalls[1:])]

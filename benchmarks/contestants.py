@@ -1,7 +1,7 @@
-"""The contestants of benchmarks/speed.py: the same training, as each project documents it.
+"""The contestants of benchmarks/speed.py: the same training, written as each project documents it.
 
-All train the same network on the same data with SGD and momentum 0.9. A contestant is a function of
-(setup, clock) that calls clock.tick() after every step until clock.over.
+All train the same network on the same data with SGD and momentum 0.9. A contestant is a function
+with the arguments (setup, clock) that calls clock.tick() after every step until clock.over.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-BLOCKS = 10  # of equally many steps in a turn: the first warms up
-SYNTHETIC = 512  # images, used over and over
+BLOCKS = 10  # blocks of equally many steps per turn; the first one is warm-up
+SYNTHETIC = 512  # number of synthetic images, repeated as needed
 
 
 @dataclass
 class Setup:
-    """What to train, and where."""
+    """What to train and where."""
 
     batch: int
     steps: int
@@ -36,7 +36,7 @@ class Setup:
 
 
 class Clock:
-    """When the first step ended, and the seconds of each block of steps after the first one."""
+    """Records when the first step ended, and the duration of each block after the first."""
 
     def __init__(self, steps: int, synchronize=lambda: None):
         self.steps, self.done, self.first, self.synchronize = steps, 0, 0.0, synchronize
@@ -61,7 +61,7 @@ class Clock:
 
 
 def network(setup: Setup | None = None):
-    """SimpleConvNet without dropout, or another one of setup.model."""
+    """SimpleConvNet without dropout, or the torchvision model setup.model."""
     from torch import nn
 
     if setup and setup.model != "simple_convnet":
@@ -74,7 +74,7 @@ def network(setup: Setup | None = None):
 
 
 def dataset(setup: Setup):
-    """As in the examples of PyTorch, Lightning and Accelerate: a transform per image."""
+    """The data set as in the examples of PyTorch, Lightning, Accelerate: a transform per image."""
     import torch
     import torchvision
     from torchvision import transforms
@@ -103,12 +103,12 @@ def my_rank() -> int:
 
 
 def needed(steps: int, batch: int, ranks: int) -> int:
-    """How many samples an epoch needs so that it does not end within a turn."""
+    """Number of samples such that no epoch ends within a turn."""
     return (steps + 1) * batch * ranks
 
 
 def loading(setup: Setup) -> dict:
-    """Options of a DataLoader, as PyTorch's tuning guide recommends them."""
+    """DataLoader options that PyTorch's tuning guide recommends."""
     gpu, workers = setup.device == "cuda", setup.workers
     return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": gpu}
 
@@ -136,7 +136,7 @@ def autocast(setup: Setup):
 
 
 def ours(setup: Setup, clock: Clock, *more: str) -> None:
-    """train_distributed.py, without the dropout that the others lack."""
+    """train_distributed.py without dropout, which the others do not have."""
     sys.path.insert(0, str(REPO))
     import train_distributed as trainer
 
@@ -171,7 +171,7 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
 
 
 def bare(setup: Setup, clock: Clock) -> None:
-    """Ours, started with torchrun alone: no scripts/guard.py, no settings of the launchers."""
+    """Ours, started by torchrun alone: no scripts/guard.py, no settings of the launchers."""
     ours(setup, clock)
 
 
@@ -181,7 +181,7 @@ def reproducible(setup: Setup, clock: Clock) -> None:
 
 
 def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
-    """A bare loop over normalised floats on the device: no loader, no DDP, no metrics."""
+    """A bare loop over normalized floats on the device: no loader, no DDP, no metrics."""
     import torch
     import torchvision
 
@@ -197,7 +197,7 @@ def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
     if setup.device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         begin, end = (len(cores) * n // ranks() for n in (my_rank(), my_rank() + 1))
-        os.sched_setaffinity(0, cores[begin:end] or cores)  # as scripts/guard.py
+        os.sched_setaffinity(0, cores[begin:end] or cores)  # as scripts/guard.py does
     torch.backends.cudnn.benchmark = True
     images = images.to(device).contiguous(memory_format=torch.channels_last)
     labels, order = labels.to(device), torch.randperm(len(images)).to(device)
@@ -218,7 +218,7 @@ def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
 
 
 def sums(setup: Setup, clock: Clock) -> None:
-    """The limit, but after each backward pass the ranks sum their gradients, all at once."""
+    """The limit plus one all_reduce of all gradients after each backward pass."""
     import torch
     import torch.distributed as dist
 
@@ -269,9 +269,9 @@ def template(setup: Setup, clock: Clock) -> None:
 
 
 def examples(setup: Setup, clock: Clock) -> None:
-    """As mnist/main.py of pytorch/examples: reads the loss rarely, no loader workers on a CPU.
+    """As in mnist/main.py of pytorch/examples: reads the loss rarely, no loader workers on a CPU.
 
-    With several ranks, as its distributed/ddp-tutorial-series: DDP and DistributedSampler.
+    With several ranks, as in its distributed/ddp-tutorial-series: DDP and DistributedSampler.
     """
     import torch
     from torch.utils.data import DataLoader, DistributedSampler
@@ -286,7 +286,7 @@ def examples(setup: Setup, clock: Clock) -> None:
 
 
 def lightning(setup: Setup, clock: Clock) -> None:
-    """Lightning's Trainer with its defaults, but no checkpoints: the others save none either."""
+    """Lightning's Trainer with its defaults, but without checkpoints, as the others."""
     import torch
     from lightning import Callback, LightningModule, Trainer
     from torch.utils.data import DataLoader
@@ -333,7 +333,7 @@ def accelerate(setup: Setup, clock: Clock) -> None:
     from torch.utils.data import DataLoader
 
     gpu = setup.device == "cuda"
-    if ranks() == 1:  # else it expects other ranks
+    if ranks() == 1:  # otherwise it expects other ranks
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if setup.amp else "no")
@@ -363,7 +363,7 @@ CONTESTANTS = {
 
 
 def main() -> None:
-    """contestants.py NAME SETUP: prints the times of its clock as JSON. SETUP: Setup, in JSON."""
+    """contestants.py NAME SETUP: print the measured times as JSON. SETUP: a Setup as JSON."""
     import resource
 
     import torch
@@ -374,7 +374,7 @@ def main() -> None:
     CONTESTANTS[name](setup, clock)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    # Before the process ends: unloading CUDA's libraries touches 100 MB more.
+    # Read it now: unloading CUDA's libraries at exit touches 100 MB more.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if gpu:
         peak = torch.cuda.max_memory_allocated() / 2**20

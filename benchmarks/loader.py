@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How fast the trainer's loader reads JPEG files, compared with bare decoding on these cores.
+"""How fast the trainer's loader reads JPEG files, compared with bare decoding on the same cores.
 
-    python benchmarks/loader.py                         # makes its own files; five minutes
+    python benchmarks/loader.py                         # creates its own files; five minutes
     python benchmarks/loader.py --data-dir imagenet --files 5000 --workers 8 16 32
 
 Bare decoding is the limit: one process per core opens, decodes, crops, resizes and flips its share
-of the files, as `--dataset imagefolder` does, and drops the images. The trainer's loader does the
-same in --workers processes and returns batches of 64; nothing is trained. The last row shows what
-raises the limit: smaller files. All take turns; printed are medians of images per second, and of
-the ratios within a round.
+of the files, as `--dataset imagefolder` does, and discards the images. The trainer's loader does
+the same in --workers processes and returns batches of 64; nothing is trained. The last row shows
+how smaller files raise the limit. All alternate. The output has the median images per second and
+the median ratio within a round.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def make_files(root: Path, number: int) -> None:
-    """JPEG files of ImageNet's mean size, 500 x 375 pixels and 110 kB: noise of all wavelengths."""
+    """JPEG files of ImageNet's mean size, 500 x 375 pixels and 110 kB: multi-scale noise."""
     generator = np.random.default_rng(0)
     for index in range(number):
         pixels = np.zeros((375, 500, 3), np.float32)
@@ -48,7 +48,7 @@ def make_files(root: Path, number: int) -> None:
 
 
 def make_smaller(target: Path, paths: list[str]) -> list[str]:
-    """Copies of the files whose short side has 256 pixels."""
+    """Copies of the files, resized so that the short side has 256 pixels."""
     target.mkdir()
     smaller = []
     for number, path in enumerate(paths):
@@ -69,7 +69,7 @@ def decode_all(function, paths: list[str], ready, go) -> None:
 
 
 def bare(function, paths: list[str]) -> float:
-    """Images per second of CORES processes that do nothing else."""
+    """Images per second of CORES processes that only decode."""
     fork = multiprocessing.get_context("fork")
     ready, go = fork.Semaphore(0), fork.Event()
     shares = [paths[i::CORES] for i in range(CORES)]
@@ -88,8 +88,10 @@ def bare(function, paths: list[str]) -> float:
 
 
 class Loader:
-    """The trainer's, with that many workers. Called, it returns the images per second of an epoch;
-    the first one starts the workers."""
+    """The trainer's loader. Calling it reads one epoch and returns the images per second.
+
+    The constructor reads the first epoch, which starts the workers.
+    """
 
     def __init__(self, cfg, dataset, files: int, workers: int):
         self.files, cfg.num_workers = files, workers
@@ -140,8 +142,8 @@ def main() -> None:
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
     parser = argparse.ArgumentParser(**style)
     add = parser.add_argument
-    add("--data-dir", type=Path, help="with train/CLASS/*.jpg and val/CLASS/*.jpg [makes its own]")
-    add("--files", type=int, default=1280, help="of them, per epoch [1280]")
+    add("--data-dir", type=Path, help="with train/CLASS/*.jpg and val/CLASS/*.jpg [created]")
+    add("--files", type=int, default=1280, help="files per epoch [1280]")
     workers = sorted({0, 1, 2, CORES, 2 * CORES})
     add("--workers", type=int, nargs="+", default=workers, help="[0 1 2, cores, twice the cores]")
     add("--rounds", type=int, default=5, help="[5]")

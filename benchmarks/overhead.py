@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""What fault tolerance costs per step: of the trainer itself, and of scripts/guard.py.
+"""What fault tolerance costs per step, in the trainer itself and in scripts/guard.py.
 
     python benchmarks/overhead.py                   # 1 and 2 ranks, five minutes
     python benchmarks/overhead.py --ranks 2 --turns 30
 
-The trainer: blocks of 20 steps with all of it (GradScaler skips steps whose gradients are not
-finite, sync() exchanges the stop flag and re-arms the hang timer) take turns with blocks without
-(the same model, data, update and sum of the metrics). Printed is the median ratio of two
-neighbouring blocks with its standard error.
+The trainer: blocks of 20 steps with fault tolerance (GradScaler skips steps whose gradients are not
+finite; sync() exchanges the stop flag and restarts the hang timer) alternate with blocks without it
+(same model, data, update and sum of the metrics). The output has the median ratio of neighboring
+blocks with its standard error.
 
-The guard: the time of its optimizer hook and the CPU time of its threads, as a share of a step of
-15 ms. It watches launches of two or more ranks only.
+guard.py: the time of its optimizer hook and the CPU time of its threads, as a share of a step of
+15 ms. It only watches launches of two or more ranks.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BLOCK, STEP = 20, 0.015  # steps; seconds
 
 
 def rank(turns: int, directory: str) -> None:
-    """In one rank, behind scripts/guard.py: print the figures as JSON."""
+    """Run in each rank, under scripts/guard.py: print the figures as JSON."""
     sys.path.insert(0, str(REPO))
     import torch
 
@@ -46,7 +46,7 @@ def rank(turns: int, directory: str) -> None:
     scalers = {True: run.scaler, False: torch.amp.GradScaler(world.device.type, enabled=False)}
 
     def block(tolerant: bool) -> float:
-        """Seconds per step of a block, with its sum of the metrics at the end."""
+        """Seconds per step of a block, including the sum of the metrics at its end."""
         metrics, run.scaler = trainer.Metrics(world.device), scalers[tolerant]
         began = time.perf_counter()
         for step in range(BLOCK):
@@ -59,10 +59,10 @@ def rank(turns: int, directory: str) -> None:
     for turn in range(turns + 2):
         for tolerant in (True, False) if turn % 2 else (False, True):
             seconds[tolerant].append(block(tolerant))
-    ratios = [a / b for a, b in zip(seconds[True][2:], seconds[False][2:])]  # the first warm up
+    ratios = [a / b for a, b in zip(seconds[True][2:], seconds[False][2:])]  # skip the warm-up
     low, middle, high = statistics.quantiles(ratios, n=4)
     found = {"step": statistics.median(seconds[False]), "ratio": middle, "rank": world.rank}
-    found["error"] = 0.93 * (high - low) / turns**0.5  # of the median of normal ratios
+    found["error"] = 0.93 * (high - low) / turns**0.5  # standard error of a normal median
     found |= guard_cost(run.optimizer, time.perf_counter() - began)
     print(json.dumps(found))
     trainer.on_rank_0(world, bool)  # wait for the others
@@ -71,7 +71,7 @@ def rank(turns: int, directory: str) -> None:
 
 
 def guard_cost(optimizer, seconds: float) -> dict[str, float]:
-    """Seconds per call of its hook, CPU seconds of its threads per second."""
+    """Seconds per call of guard.py's hook, and CPU seconds of its threads per second."""
     found = {"hook": 0.0, "threads": 0.0}
     for hook in sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks.values():
         began = time.perf_counter()
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(**style)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2], help="[1 2]")
-    add("--turns", type=int, default=300, help="of a block with and one without [300]")
+    add("--turns", type=int, default=300, help="pairs of blocks, with and without [300]")
     add("--gpu", action="store_true", help="on GPUs, one per rank")
     add("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Start the ranks of one launch on this machine, as the launchers of this repository would."""
+"""Start the ranks of a launch on this machine, as the launchers of this repository do."""
 
 import os
 import re
@@ -11,15 +11,15 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 SITE = (REPO / "scripts/site.sh").read_text()
-# What the launchers set for CPU ranks; scripts/guard.py also gives each its own cores.
+# The launchers set this for CPU ranks; scripts/guard.py also gives each rank its own cores.
 MALLOC = {"GLIBC_TUNABLES": re.search(r"GLIBC_TUNABLES:-([^}]+)", SITE)[1]}
 
 
 def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[str]:
-    """Run this Python with these words once per rank. Returns what each rank printed to stdout.
+    """Run Python with these arguments once per rank. Returns the stdout of each rank.
 
-    places: by rank, words that go before the command. env: variables for all ranks; None removes
-    one. If a rank fails, the others are killed and this process exits with the output of that rank.
+    places: for each rank, a command prefix. env: variables for all ranks; None removes a variable.
+    If a rank fails, the others are killed and this process exits with the output of that rank.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

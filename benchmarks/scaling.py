@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Predicted and measured: the all_reduce of scripts/plan.py and gloo's, on links of known speed.
+"""Compare the all_reduce times that scripts/plan.py predicts with gloo's, on links of known speed.
 
     sudo python benchmarks/scaling.py             # a Markdown table, and scaling.png; 10 minutes
 
-Hosts are network namespaces of this machine on a bridge, with one or two ranks each. `tc` (a token
-bucket) limits their links to --mbits, so slow that two cores keep up with 16 hosts. The prediction
-takes the bandwidth from that setting, the latency of a hop from a small all_reduce on 2 hosts, and
-the rest from scripts/plan.py. The second part shows its limits: processes of one host, whose link
-is the memory, and which soon outnumber its cores.
+Hosts are network namespaces of this machine on a bridge, with one or two ranks each. `tc` (token
+bucket filter) limits their links to --mbits, slow enough for two cores to simulate 16 hosts. The
+prediction takes the bandwidth from that setting, the latency of a hop from a small all_reduce on 2
+hosts, and the rest from scripts/plan.py. The second part shows the limits of the model: processes
+on one host that communicate through memory and soon outnumber the cores.
 """
 
 import argparse
@@ -26,11 +26,11 @@ sys.path.insert(0, str(REPO / "scripts"))
 
 SMALL, SIZES = 8 << 10, (256 << 10, 1 << 20, 4_800_000)  # bytes; last: SimpleConvNet's gradients
 SHAPES = ((2, 1), (3, 1), (4, 1), (4, 2), (8, 1), (16, 1), (16, 2))  # hosts x ranks on each
-PAYLOAD = 1448 / 1514  # of a full Ethernet frame, without the headers of TCP, IP and Ethernet
+PAYLOAD = 1448 / 1514  # share of a full Ethernet frame that is not TCP, IP or Ethernet header
 
 
 def worker() -> None:
-    """One rank: the median seconds of an all_reduce, by size."""
+    """Run in each rank: print the median seconds of an all_reduce, by size."""
     import torch
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def run(command: str) -> None:
 
 @contextmanager
 def hosts(number: int, mbits: float):
-    """Namespaces on a bridge in another one; what each sends is limited. Yields their names."""
+    """Create namespaces on a bridge, each with a limited sending rate. Yields their names."""
     tag = f"plan{os.getpid()}"
     names, switch = [f"{tag}h{n}" for n in range(number)], f"{tag}s"
     try:
@@ -82,15 +82,15 @@ def hosts(number: int, mbits: float):
 
 
 def measure(places: list[list[str]], master: str, interface: str) -> dict[int, float]:
-    """Seconds by size, with a rank in each of the places (words that go before a command)."""
+    """Seconds by size, with one rank for each of the places (command prefixes)."""
     env = {"MASTER_ADDR": master, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else c10d warns that hosts have no names
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise c10d warns that host names are unknown
     out = run_ranks([__file__, "--worker"], len(places), places, **env)
     return {int(size): seconds for size, seconds in json.loads(out[0]).items()}
 
 
 def compare(mbits: float, most: int) -> list[tuple[str, str, int, float, float]]:
-    """(part, hosts x ranks, bytes, predicted, measured) for hosts with links of that speed."""
+    """Rows (part, hosts x ranks, bytes, predicted, measured) for hosts with links of that speed."""
     from plan import Links, all_reduce_seconds
 
     rows, links = [], None
@@ -120,7 +120,7 @@ def compare_processes(most: int) -> list[tuple[str, str, int, float, float]]:
         both = both or measured
         latency = both[SMALL] / 2
         bandwidth = (SIZES[-1] - SMALL) / (both[SIZES[-1]] - both[SMALL])
-        share = max(1, number / cores)  # of a core, and so of the memory's bandwidth
+        share = max(1, number / cores)  # ranks per core, which share its memory bandwidth
         links = Links(latency, bandwidth / share, 0.0, float("inf"))
         for size in SIZES:
             predicted = all_reduce_seconds(size, 1, number, links)["ring"]
@@ -150,16 +150,16 @@ def main() -> None:
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
     parser = argparse.ArgumentParser(**style)
     add = parser.add_argument
-    add("--mbits", type=float, nargs="*", default=[20, 50], help="speeds of links [20 50]")
-    add("--hosts", type=int, default=16, help="at most [16]")
-    add("--processes", type=int, default=32, help="of one host, at most [32]")
+    add("--mbits", type=float, nargs="*", default=[20, 50], help="link speeds [20 50]")
+    add("--hosts", type=int, default=16, help="maximum number of hosts [16]")
+    add("--processes", type=int, default=32, help="maximum number of processes on one host [32]")
     add("--output", default="scaling.png", help="[scaling.png]")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return worker()
     if options.mbits and os.geteuid():
-        sys.exit("scaling.py: error: namespaces need root: sudo, or --mbits with nothing after it")
+        sys.exit("scaling.py: error: namespaces need root: use sudo, or --mbits without values")
     rows = [row for mbits in options.mbits for row in compare(mbits, options.hosts)]
     rows += compare_processes(options.processes)
     print("| links | hosts x ranks | bytes | predicted | measured | measured / predicted |")

@@ -10,22 +10,22 @@
 The contestants (benchmarks/contestants.py):
 
     limit         a bare loop over floats in memory, with the settings of the launchers
-    sums          the same, but the ranks sum their gradients, all at once (2 or more ranks)
-    ours          train_distributed.py as the launchers start it: behind scripts/guard.py, with its
-                  own cores and glibc's malloc tuned
-    bare          train_distributed.py as torchrun alone would start it
+    sums          the limit plus one all_reduce of all gradients per step (2 or more ranks)
+    ours          train_distributed.py as the launchers start it: with scripts/guard.py, its own
+                  cores and tuned glibc malloc
+    bare          train_distributed.py started by torchrun alone
     reproducible  ours with --reproducible
     template      what most DDP tutorials do
     examples      pytorch/examples
     lightning     Lightning's Trainer    (pip install -r benchmarks/requirements.txt)
     accelerate    Accelerate             (the same)
-    before        with --before DIR: `ours` as DIR/benchmarks/contestants.py has it
+    before        with --before DIR: `ours` of DIR/benchmarks/contestants.py
 
-All train the same network on the same data with the same optimizer. They take turns, so that a
-machine whose speed drifts slows all of them down; quote the ratios. Printed are medians over the
-rounds: samples per second over all ranks, its ratio to the first contestant's (and its range), the
-seconds from the command to the end of the first step, and the peak memory of the largest rank (with
---gpu, on the GPU). A bar chart goes to --output.
+All train the same network on the same data with the same optimizer. They alternate, so that a
+machine whose speed drifts affects all of them: compare the ratios. The output has medians over the
+rounds: samples per second over all ranks, the ratio to the first contestant (with its range), the
+seconds from the start to the end of the first step, and the peak memory of the largest rank (with
+--gpu, on the GPU). --output is a bar chart.
 """
 
 import argparse
@@ -48,7 +48,7 @@ NAMES = list(contestants.CONTESTANTS)
 
 
 def launch(name: str, ranks: int, options) -> dict[str, float]:
-    """One turn of a contestant, in processes of its own."""
+    """Run one turn of a contestant in new processes."""
     root, env = (options.before, {}) if name == "before" else (REPO, {})
     words = [root / "benchmarks/contestants.py", "ours" if name == "before" else name]
     guard = root / "scripts/guard.py"
@@ -73,7 +73,7 @@ def launch(name: str, ranks: int, options) -> dict[str, float]:
 
 
 def write_mnist(root: Path, samples: int) -> None:
-    """The shipped sample of MNIST, repeated so that no epoch ends within a turn."""
+    """Write the shipped sample of MNIST, repeated so that no epoch ends within a turn."""
     (root / "MNIST/raw").mkdir(parents=True)
     for source in (REPO / "data/mnist_sample/MNIST/raw").glob("*ubyte"):
         data = source.read_bytes()
@@ -143,13 +143,13 @@ def parse_options() -> argparse.Namespace:
     add("--gpu", action="store_true", help="train on GPUs, one per rank")
     add("--model", default="simple_convnet", help="or one of torchvision's [simple_convnet]")
     add("--dataset", choices=["mnist", "synthetic", "imagefolder"], default="mnist")
-    add("--data-dir", default="data", help="of imagefolder")
+    add("--data-dir", default="data", help="directory of the imagefolder [data]")
     add("--size", type=int, default=224, help="pixels per side, except for MNIST [224]")
     add("--amp", action="store_true", help="bf16")
-    add("--compile", action="store_true", help="all of them through torch.compile")
+    add("--compile", action="store_true", help="use torch.compile for all")
     add("--workers", type=int, default=2, help="loader processes per rank [2]")
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
-    add("--before", type=Path, help="another checkout, with which to compare")
+    add("--before", type=Path, help="another checkout to compare with")
     add("--output", default="speed.png", help="[speed.png]")
     options = parser.parse_args()
     if (options.model == "simple_convnet") != (options.dataset == "mnist"):
@@ -163,7 +163,7 @@ def parse_options() -> argparse.Namespace:
     options.names = [name for name in NAMES if name in options.only]
     for name in {"lightning", "accelerate"} & set(options.names):
         if not importlib.util.find_spec(name):
-            print(f"Without {name}: pip install -r benchmarks/requirements.txt", file=sys.stderr)
+            print(f"Skipping {name}: pip install -r benchmarks/requirements.txt", file=sys.stderr)
             options.names.remove(name)
     if options.before:
         options.names.insert(0, "before")

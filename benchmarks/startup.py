@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""How long train_distributed.py takes from the command to its first step, and with what.
+"""How long train_distributed.py takes until its first step, by part.
 
     python benchmarks/startup.py                    # 1, 2, 8, 16, 32 ranks, about 10 minutes
     python benchmarks/startup.py --ranks 1 --rounds 3 -- --compile
 
-Starts the trainer on the sample of MNIST until its first step, with the options after --, and
-prints a table of medians over the rounds. Of each part, the slowest rank counts:
+Runs the trainer on the sample of MNIST until its first step, with the options after --, and prints
+a table of medians over the rounds. Each part is the time of the slowest rank:
 
-    interpreter   until Python runs its first line
+    interpreter   until Python runs the first line
     torch         import torch
-    imports       everything else that is imported
-    rank check    of scripts/guard.py
+    imports       all other imports
+    rank check    the rank check of scripts/guard.py
     rendezvous    init_process_group()
-    data          read into memory
-    model         built
-    DDP           its first two passes
+    data          reading the data into memory
+    model         building the model
+    DDP           wrapping the model in DDP, with its first two passes
     first step    including a part of PyTorch that the optimizer imports
 
-With --compile, the first forward pass compiles: DDP's, or with one rank the first step's.
+With --compile, the first forward pass compiles: in DDP, or with one rank in the first step.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import time
 
 from ranks import REPO, run_ranks
 
-FUNCTIONS = {  # of the trainer, and the part to which their time belongs
+FUNCTIONS = {  # functions of the trainer: the part that their time belongs to
     "setup_distributed": "rendezvous",
     "get_datasets": "data",
     "build_model": "model",
@@ -42,7 +42,7 @@ NAMES = [*PARTS, "all", "beyond torch"]
 
 
 def rank(options: list[str]) -> None:
-    """In one rank: print the seconds of each part."""
+    """Run in each rank: print the seconds of each part."""
     began = float(os.environ["BEGAN"])
     seconds = {"interpreter": time.time() - began}
 
@@ -73,7 +73,7 @@ def rank(options: list[str]) -> None:
 
 
 def launch(ranks: int, gpu: bool, options: list[str]) -> dict[str, float]:
-    """Seconds of each part, of the rank that took longest for it."""
+    """Seconds of each part in the slowest rank."""
     env = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as directory:
         words = ["--stop-at-step=1", "--batch-size=8", f"--checkpoint-dir={directory}", *options]
@@ -90,9 +90,9 @@ def main() -> None:
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 8, 16, 32], help="[1 2 8 16 32]")
     add("--rounds", type=int, default=3, help="[3]")
-    add("--gpu", action="store_true", help="on GPUs, one per rank: give --ranks")
+    add("--gpu", action="store_true", help="on GPUs, one per rank; needs --ranks")
     add("--rank", action="store_true", help=argparse.SUPPRESS)
-    add("options", nargs="*", help="of the trainer, after --")
+    add("options", nargs="*", help="options of the trainer, after --")
     args = parser.parse_args()
     if args.rank:
         return rank(args.options)

@@ -25,13 +25,13 @@ GIB = 1 << 30
 
 @dataclass
 class Finding:
-    """What one check has found. scripts/doctor.py prints it; the fields are those of its --json."""
+    """The result of a check. scripts/doctor.py prints it; --json prints these fields."""
 
     level: str  # OK, WARN or FAIL
     check: str
     observed: str
     remedy: str = ""
-    where: str = ""  # hosts, or a file and line; "": this machine, or all of the job
+    where: str = ""  # hosts, or a file and line; "": this machine or the whole job
     data: dict | None = None  # numbers, for programs
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ def check_machine(run_directory: str) -> list[Finding]:
 
 
 def check_repository(dataset: str, data_dir: str) -> list[Finding]:
-    """What needs to be checked on one node only."""
+    """The checks that only one node needs to run."""
     return attempt(launch_scripts) + attempt(data, dataset, data_dir)
 
 
 def attempt(check, *arguments) -> list[Finding]:
-    """A check that fails in an unforeseen way must not hide what the others find."""
+    """Run a check. If the check itself crashes, report that and go on with the others."""
     try:
         return list(check(*arguments))
     except ModuleNotFoundError:  # software() reports it
@@ -92,7 +92,7 @@ def software():
 
 
 def gpus() -> list[Finding]:
-    """The GPUs that PyTorch sees. Asks nvidia-smi: asking CUDA would occupy each of them."""
+    """The GPUs that PyTorch sees. Calls nvidia-smi: CUDA would allocate memory on each GPU."""
     import torch
 
     count, visible = torch.cuda.device_count(), tuple(guard.visible_gpus())
@@ -205,7 +205,7 @@ def count_cores() -> int:
 def cores():
     found, share = count_cores(), os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     text = f"this process may use {found} of {os.cpu_count()} cores"
-    if (found == 1 and share > 1) or (found == 2 and share > 7):  # a core, or its two threads
+    if (found == 1 and share > 1) or (found == 2 and share > 7):  # one core, or its two threads
         text += f", but there are {share} for each rank"
         remedy = "srun --cpus-per-task=N (from Slurm 22.05 on, srun does not take it from sbatch)"
         yield Finding("WARN", "cores", text, remedy)
@@ -232,17 +232,17 @@ def host_name():
 
 # ---- the environment
 
-HARMFUL = {  # variable: (values that do harm, what they do)
+HARMFUL = {  # variable: (harmful values, their effect)
     "NCCL_P2P_DISABLE": ("1", "disables direct transfers between GPUs"),
     "NCCL_SHM_DISABLE": ("1", "disables transfers through shared memory"),
-    "NCCL_IB_DISABLE": ("1", "replaces InfiniBand by TCP"),
+    "NCCL_IB_DISABLE": ("1", "replaces InfiniBand with TCP"),
     "NCCL_NET_GDR_LEVEL": ("0|LOC", "disables transfers from the network to the GPU"),
     "NCCL_IB_GID_INDEX": (".+", "may be wrong on some nodes; NCCL finds the index"),
     "NCCL_TREE_THRESHOLD": (".+", "has no effect since NCCL 2.5"),
     "NCCL_BLOCKING_WAIT": ("1", "is an old name; collectives have time limits by default"),
     "NCCL_ASYNC_ERROR_HANDLING": (".+", "is an old name of TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "makes each collective wait for the GPU"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "makes each kernel wait for the one before"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "makes each kernel wait for the previous one"),
     "NCCL_DEBUG": ("INFO|TRACE", "writes megabytes of log per rank"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "checks each collective, which is slow"),
     "NCCL_SOCKET_IFNAME": ("lo", "keeps NCCL from reaching other nodes"),
@@ -251,8 +251,8 @@ HARMFUL = {  # variable: (values that do harm, what they do)
 
 
 def environment() -> list[Finding]:
-    """Variables that slow a training down, or break it."""
-    findings, debug = [], os.environ.get("LOG_LEVEL") == "DEBUG"  # cluster_train.sh sets two then
+    """Variables that slow the training down or break it."""
+    findings, debug = [], os.environ.get("LOG_LEVEL") == "DEBUG"  # then cluster_train.sh sets both
     for name, (values, effect) in HARMFUL.items():
         value = os.environ.get(name, "")
         if re.fullmatch(values, value) and not (debug and name.endswith("DEBUG")):

@@ -1,23 +1,22 @@
 #!/usr/bin/env bash
-# Starts the workers of this node with torchrun, one per GPU, each behind scripts/guard.py, after
-# scripts/preflight.py has checked the node. The launchers call it once per node; what is left out is
-# read from Slurm or PBS.
+# Checks this node with scripts/preflight.py, then starts its workers with torchrun and scripts/guard.py,
+# one per GPU. The launchers call it once per node. Arguments that are left out come from Slurm or PBS.
 #
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #
-# The options, from the first word with a dash on, go to the training script. Output also goes to
-# LOG_DIR/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
+# All arguments from the first one with a dash on are options of the training script. The output is also
+# written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   NPROC_PER_NODE  workers on this node                          [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
-#   LOG_LEVEL       of torchrun; DEBUG also makes NCCL verbose    [WARNING]
+#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose     [WARNING]
 #   LAUNCHER        torch.distributed.launch for an old PyTorch   [torch.distributed.run]
-#   TRAIN_SCRIPT    the training script; any that suits torchrun  [train_distributed.py]
+#   TRAIN_SCRIPT    any training script that works with torchrun  [train_distributed.py]
 #   MASTER_ADDR     the host of node rank 0                       [Slurm's or PBS's first, or localhost]
-#   MASTER_PORT     a free port there                             [derived from the job id]
-#   LOG_DIR         for the log files                             [logs]
-#   DRY_RUN         1: print the command, run nothing             []
+#   MASTER_PORT     a free port on that host                      [derived from the job id]
+#   LOG_DIR         directory for log files                       [logs]
+#   DRY_RUN         1: only print the command                     []
 #
 # Examples:
 #   scripts/cluster_train.sh configs/default_config.yaml
@@ -40,7 +39,7 @@ fail() {
   exit 2
 }
 
-# report_failure CAUSE REASON: on the screen, and in FAILURE_FILE, which scripts/guard.py describes.
+# report_failure CAUSE REASON: prints the error and writes it to FAILURE_FILE (see scripts/guard.py).
 report_failure() {
   echo "cluster_train.sh: error: $(hostname): $2" >&2
   (set -o noclobber && printf '{"cause": "%s", "reason": "%s", "host": "%s"}\n' "$1" "$2" "$(hostname)" \
@@ -51,7 +50,7 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
-# node_rank_among HOST...: the index of this host.
+# node_rank_among HOST...: prints the index of this host.
 node_rank_among() {
   local index=0 name
   for name in "$@"; do
@@ -64,27 +63,27 @@ node_rank_among() {
   fail "this host is not one of: ${*:-none}. Give node_rank"
 }
 
-# run_workers COMMAND...: runs torchrun to its end. A signal to stop goes to the workers, its children,
-# which save and exit, so that torchrun ends without an error. SIGINT after that kills them; SIGTERM does
-# not, because Slurm sends it twice within a moment when it ends a job.
+# run_workers COMMAND...: runs torchrun until it exits. Stop signals are forwarded to its workers, which
+# save and exit, so torchrun exits without an error. A later SIGINT kills them; a later SIGTERM does not,
+# because Slurm sends it twice in quick succession when it ends a job.
 run_workers() {
   local status=0 alone=()
-  child="" stop_received="" workers_told=""
-  # Out of reach of Ctrl-C, and ending with this shell.
+  child="" stop_received="" workers_signaled=""
+  # In a new session, so that Ctrl-C does not reach torchrun; stopped if this shell dies.
   if setpriv --pdeathsig TERM true 2>/dev/null; then
     alone=(setpriv --pdeathsig TERM)
-  else # RHEL 8, for example
+  else # no --pdeathsig, for example on RHEL 8
     trap 'kill -TERM "$child" 2>/dev/null || true' EXIT
   fi
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
   trap stop HUP INT TERM USR1 USR2
-  # torchrun would die of these two, should Slurm send them to it as well, and leave its workers.
+  # Slurm may send these two signals to torchrun as well: it would die and leave its workers running.
   (trap '' USR1 USR2 && exec "${alone[@]}" "$@") &
   child=$!
   [[ -z "$stop_received" ]] || stop
   while kill -0 "$child" 2>/dev/null; do
     wait "$child" || true # a signal interrupts it
-  done 2>/dev/null        # bash would print "Killed"
+  done 2>/dev/null        # hide the shell's "Killed" message
   wait "$child" || status=$?
   child=""
   return "$status"
@@ -97,8 +96,8 @@ stop() {
   fi
   trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' INT
   if pkill -TERM -P "$child"; then
-    workers_told=1
-  elif [[ -z "$workers_told" ]]; then # no workers yet, so nothing to save
+    workers_signaled=1
+  elif [[ -z "$workers_signaled" ]]; then # no workers yet: nothing to save
     kill -KILL "$child" || true
   fi
 }
@@ -117,7 +116,7 @@ main() {
     arguments+=("$1")
     shift
   done
-  [[ ${#arguments[@]} -le 5 ]] || fail "too many words before the options: ${arguments[*]:5}"
+  [[ ${#arguments[@]} -le 5 ]] || fail "too many arguments before the options: ${arguments[*]:5}"
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
@@ -134,7 +133,7 @@ main() {
   fi
   local master="${arguments[3]:-${MASTER_ADDR:-${hosts[0]}}}" port="${arguments[4]:-$MASTER_PORT}"
   [[ "$nodes" != 1 ]] || master=localhost
-  # On one node, this is where the port must be free; on several, the launcher has asked the first.
+  # On one node, the port must be free here. On several, the launcher has found one on the first node.
   [[ -n "$port" ]] || port="$("${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
     fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
@@ -156,7 +155,7 @@ main() {
   cores="$(nproc)"
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC_PER_NODE ? cores / NPROC_PER_NODE : 1))}"
   export LOGLEVEL="$LOG_LEVEL"
-  # If SIGTERM reaches torchrun as well, it kills its workers after 30 s: too soon for a large checkpoint.
+  # If SIGTERM also reaches torchrun, it kills its workers after 30 s: too soon for a large checkpoint.
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -165,27 +164,27 @@ main() {
   if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
     command=("${command[@]:0:3}" --use-env "${command[@]:3}")
   fi
-  if [[ "$TRAIN_SCRIPT" == *doctor.py ]]; then # starts the ranks itself: torchrun waits for missing nodes
+  if [[ "$TRAIN_SCRIPT" == *doctor.py ]]; then # it starts the ranks itself: torchrun would wait for missing nodes
     command=("${python[@]}" "$TRAIN_SCRIPT" "${where[@]}" "${what[@]}")
   fi
 
-  echo "\$$(printf ' %q' "${command[@]}")" # in one write: other nodes print, too
+  echo "\$$(printf ' %q' "${command[@]}")" # one write, because other nodes print too
   [[ -z "$DRY_RUN" ]] || exit 0
   local logs="$LOG_DIR/distributed_training" log
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
-  # The workers write last: tee ends when they have gone, not at a signal.
+  # tee ignores signals: it must run until the workers have written their last lines.
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
   local tee=$! status=0 kills
   kills="$(oom_kills)"
   run_workers "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
   if ((status > 0 && $(oom_kills) > kills)); then
-    report_failure "out of memory" "the kernel killed a process, because memory was short"
+    report_failure "out of memory" "the kernel killed a process because the node ran out of memory"
   fi
   exec &>/dev/null
-  for _ in {1..100}; do # the last lines, through a slow terminal
+  for _ in {1..100}; do # wait for the last lines on a slow terminal
     kill -0 "$tee" || break
     sleep 0.05
   done

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""Find out what is wrong with a machine or with all nodes of a job: where, and what to do.
+"""Diagnose a machine or all nodes of a job: what is wrong, where, and what to do.
 
     python scripts/doctor.py                                       this machine
-    TRAIN_SCRIPT=scripts/doctor.py sbatch run_distributed.slurm    all nodes of a job; the same with
-                                                                   every other launcher
+    TRAIN_SCRIPT=scripts/doctor.py sbatch run_distributed.slurm    all nodes of a job; works with
+                                                                   every launcher
 
 It checks each machine: software, GPUs, memory, limits, disks, cores, host name, environment, launch
-scripts, data. In a launch, all ranks also meet at a store with time limits, so that it can name the
-ranks that are missing, late or different; then it measures the network between the nodes, and an
-all_reduce over all ranks. That takes less than a minute. It writes an empty file in the run
-directory and notes in logs/, and removes them.
+scripts, data. In a launch, all ranks also connect to a store with time limits, so that it can name
+ranks that are missing, late or different. Then it measures the network between the nodes and an
+all_reduce over all ranks. That takes less than a minute. It writes an empty file to the run
+directory and notes to logs/, and removes them.
 
-One line per finding: OK, WARN or FAIL, what was found, what to do. Exit code: 0 no problems, 1 a
-warning, 2 a failure. In a launch a warning is 0, too: launchers take anything else for a crash.
+It prints one line per finding: OK, WARN or FAIL, what was found, what to do. Exit code: 0 no
+problem, 1 a warning, 2 a failure. In a launch, a warning is also 0, because launchers treat any
+other exit code as a crash.
 
-In a launch it takes the place of the training script, so it accepts any options. It uses --config,
+In a launch it replaces the training script, so it accepts all options. It uses --config,
 --checkpoint-dir, --data-dir, --dataset and --distributed-backend.
 """
 
@@ -44,14 +45,14 @@ import preflight
 from checks import REPOSITORY, Finding, existing, first_line
 from guard import HOST
 
-MEET_SECONDS = 20  # for all ranks to reach the store
+MEET_SECONDS = 20  # for all ranks to connect to the store
 SEND_SECONDS = 4  # for one node to send to another
 REDUCE_SECONDS = 20  # for the all_reduce
 LEVELS = ["OK", "WARN", "FAIL"]
 
 
 def main() -> int:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d prints pages about what we report
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide c10d's long messages
     args, others = parse(sys.argv[1:])
     if args.nnodes:
         return start_ranks(args)
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(options, what belongs to the training script). The command line wins over --config."""
+    """(options, arguments of the training script). The command line overrides --config."""
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(prog="doctor.py", description=__doc__, **style)
     add = parser.add_argument
@@ -92,22 +93,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def report(findings: list[Finding], as_json: bool) -> int:
-    """Print all findings, the worst last. Returns the exit code."""
+    """Print all findings, the most severe last. Returns the exit code."""
     findings = sorted(findings, key=lambda finding: LEVELS.index(finding.level))
     levels = [finding.level for finding in findings]
     counts = (f"{levels.count(level)} {level}" for level in reversed(LEVELS) if level in levels)
     text = "\n".join([*map(str, findings), f"doctor.py: {', '.join(counts)}"])
     if as_json:
         text = json.dumps([asdict(finding) for finding in findings], indent=1)
-    os.write(1, f"{text}\n".encode())  # in one write: other ranks print, too
+    os.write(1, f"{text}\n".encode())  # one write, because other ranks print too
     return LEVELS.index(levels[-1])
 
 
-# ------------------------------------------------------------------------------- all of a job
+# ------------------------------------------------------------------------------- a whole job
 
 
 def start_ranks(args) -> int:
-    """The ranks of this node, without torchrun, which waits for missing nodes. Returns 0 or 2."""
+    """Run the ranks of this node. Not with torchrun: it waits for missing nodes. Returns 0 or 2."""
     local, ranks = args.nproc_per_node, []
     for rank in range(local):
         env = os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(local)}
@@ -120,8 +121,8 @@ def start_ranks(args) -> int:
 class Rank:
     """One rank of a launch.
 
-    It writes what it does next into a note in logs/, which may be shared where the network is
-    broken. So rank 0, which collects the findings, can tell where another rank hangs.
+    Before each step it writes a note to logs/, which may be shared even if the network between the
+    nodes is broken. Rank 0 collects the findings and reads the notes to report where a rank hangs.
     """
 
     def __init__(self, args, world: dict[str, int]):
@@ -133,8 +134,8 @@ class Rank:
         self.notes = REPOSITORY / "logs" / ("doctor_" + re.sub(r"\W", "_", self.master))
 
     def run(self) -> None:
-        """All checks. Ends the process."""
-        signal.alarm(120)  # whatever hangs
+        """Run all checks and exit."""
+        signal.alarm(120)  # in case anything hangs
         try:
             self.log("importing PyTorch")
             with suppress(ImportError):  # checks.software() reports it
@@ -159,25 +160,25 @@ class Rank:
                 worst = next(f for f in self.findings if f.level == "FAIL")
                 guard.write_failure("configuration", f"{worst.check}: {worst.observed}", 0)
         elif failed := not self.is_done:
-            # What could not be delivered. Launchers end all ranks at the first failure, so let
-            # rank 0 print its report before.
+            # Print findings that did not reach rank 0. Launchers kill all ranks at the first
+            # failure, so let rank 0 print its report first.
             os.write(2, "".join(f"{finding}\n" for finding in self.findings).encode())
             time.sleep(max(0.0, self.began + 50 - time.monotonic()))
         shutil.rmtree(self.notes, ignore_errors=True)
-        os._exit(2 * failed)  # whatever still hangs
+        os._exit(2 * failed)  # even if a thread still hangs
 
     def add(self, level: str, check: str, text: str, remedy: str = "", **fields) -> None:
         self.findings.append(Finding(level, check, text, remedy, **fields))
 
     def log(self, doing: str) -> None:
-        """What this rank does next."""
+        """Note what this rank does next."""
         self.doing = doing
         with suppress(OSError):
             self.notes.mkdir(parents=True, exist_ok=True)
             (self.notes / str(self.rank)).write_text(f"on {HOST} was last seen {doing}")
 
     def last_seen(self, rank: int) -> str:
-        """What that rank has written there; "" if nothing, or in an earlier launch."""
+        """The note of that rank; "" if there is none, or it is of an earlier launch."""
         with suppress(OSError):
             note = self.notes / str(rank)
             return note.read_text() if note.stat().st_mtime > time.time() - 120 else ""
@@ -187,19 +188,19 @@ class Rank:
         self.store.set(key, json.dumps(value))
 
     def get(self, key: str, seconds: float):
-        """A value of the store; None if it is not there in time."""
+        """A value from the store; None if it is not set in time."""
         text = guard.wait_for(self.store, key, time.monotonic() + seconds)
         return None if text is None else json.loads(text)
 
     def gather(self, kind: str, ranks, seconds: float) -> dict:
-        """{rank: its value of that kind}, with one deadline for all."""
+        """{rank: its value of that kind}; all share one deadline."""
         end = time.monotonic() + seconds
         return {rank: self.get(f"{kind} {rank}", end - time.monotonic()) for rank in ranks}
 
     # ---- rank info
 
     def describe(self) -> dict:
-        """The rank info that is compared: "same" must be equal, "alike" should be."""
+        """The rank info to compare: "same" must be equal, "alike" should be equal."""
         info = guard.rank_info(self.world, ["train_distributed.py", *sys.argv[1:]])
         import torch
 
@@ -222,7 +223,7 @@ class Rank:
         """Connect to the store on the master. Returns whether that worked."""
         self.log(f"connecting to {self.master}")
         try:
-            # PyTorch would try an unknown name for minutes.
+            # PyTorch would retry an unknown name for minutes.
             socket.getaddrinfo(os.environ["MASTER_ADDR"], self.world["MASTER_PORT"])
             opening = ThreadPoolExecutor().submit(guard.open_store, self.world, MEET_SECONDS)
             self.store = opening.result(MEET_SECONDS + 5)
@@ -230,7 +231,7 @@ class Rank:
             text = str(error).split("\n")[0] or "another program answers there"
             known = {"timed out": "no answer", "EADDRINUSE": "the port is in use"}
             why = next((known[words] for words in known if words in text), text)
-            text = f"rank {self.rank} on {HOST} has no store at {self.master}: {why}"
+            text = f"rank {self.rank} on {HOST} cannot open the store at {self.master}: {why}"
             remedy = "check MASTER_ADDR (an address of rank 0), the port, and any firewall"
             self.add("FAIL", "ranks", text, remedy)
             return False
@@ -239,7 +240,7 @@ class Rank:
         return True
 
     def check_job(self) -> None:
-        """What needs several ranks. Collective: every rank with a store."""
+        """The checks that need several ranks. Collective: every rank with a store."""
         if self.rank == 0:
             infos = [*self.gather("info", range(self.size), MEET_SECONDS).values()]
             self.compare_ranks(infos)
@@ -258,17 +259,17 @@ class Rank:
             guard.choose_interface(infos, self.info)
             self.log("waiting for the measurements of the network")
             if self.rank == 0:
-                self.set("reduce", True)  # together, because its time is limited
+                self.set("reduce", True)  # start together, because its time is limited
             self.get("reduce", 60)
             self.check_all_reduce()
         if self.rank == 0:
             self.set("done", True)
-        with suppress(Exception):  # rank 0 serves the store, and may end before it answers
+        with suppress(Exception):  # rank 0 is the store's server and may exit first
             self.get("done", 30)
         self.is_done = True
 
     def compare_ranks(self, infos: list[dict | None]) -> None:
-        """Which ranks are missing, and which are different."""
+        """Report which ranks are missing and which differ."""
         for rank in (rank for rank, info in enumerate(infos) if not info):
             hosts, node = guard.hosts_of_job(os.environ), rank // self.world["LOCAL_WORLD_SIZE"]
             host = hosts[node] if node < len(hosts) else f"node rank {node}"
@@ -294,13 +295,13 @@ class Rank:
     # ---- between nodes
 
     def compare_nodes(self) -> None:
-        """Clocks and run directories: rank 0 sends its time, and the name of a file there."""
+        """Clocks and run directories: rank 0 sends its time and the name of a file it created."""
         self.log("comparing clocks and run directories")
         directory, before = Path(self.args.checkpoint_dir).absolute(), time.time()
         self.set(f"ready {self.rank}", True)
         if self.rank == 0:
             self.gather("ready", self.leaders, 10)
-            file = existing(directory) / f".doctor_{time.time_ns()}"  # new: NFS remembers names
+            file = existing(directory) / f".doctor_{time.time_ns()}"  # NFS caches names
             with suppress(OSError):  # checks.disks() reports it
                 file.touch()
             self.set("sent", [time.time(), str(file)])
@@ -314,7 +315,7 @@ class Rank:
         while not (seen := os.path.exists(file)) and time.monotonic() < deadline:
             time.sleep(0.05)
         clock = Finding("OK", "clocks", "less than 2 s from that of rank 0", "", HOST)
-        # Sent between before and after: the clocks differ by something from before - sent to this:
+        # Rank 0 sent it between before and after: the offset is from before - sent to after - sent.
         if before - sent > 2 or after - sent < -2:
             text = f"its clock is {after - sent:+.0f} s from that of rank 0"
             remedy = "deadlines and file times will be wrong: start chrony or ntpd there"
@@ -327,7 +328,7 @@ class Rank:
         self.set(f"found {self.rank}", [asdict(clock), asdict(run)])
 
     def measure_network(self, infos: list[dict]) -> None:
-        """Each node sends to the next one; of up to five nodes, then to the one after that ..."""
+        """Each node sends to the next one; with up to five nodes, to each of the others."""
         ring, results = list(self.leaders), {}
         towards = os.environ["MASTER_ADDR"] if self.rank else infos[ring[-1]]["address"]
         server = socket.create_server(("", 0))
@@ -381,7 +382,7 @@ class Rank:
         if cuda:
             torch.cuda.set_device(device)
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(nccl_log())}
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # it would end this process
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # it would kill this process
         dist.init_process_group(
             self.backend,
             store=dist.PrefixStore("group", self.store),
@@ -407,7 +408,7 @@ class Rank:
 
 
 def merge(findings: list[Finding]) -> list[Finding]:
-    """The same finding of several hosts in one line."""
+    """Combine equal findings of several hosts into one line."""
     merged: dict = {}
     for finding in findings:
         first = merged.setdefault((finding.level, finding.check, finding.observed), finding)
@@ -420,7 +421,7 @@ def merge(findings: list[Finding]) -> list[Finding]:
 
 
 def answer(server: socket.socket) -> None:
-    """The other side of send(), for all nodes: it answers each line."""
+    """The server for send() of all nodes: answers each line."""
 
     def serve(link: socket.socket) -> None:
         with link, suppress(OSError):
@@ -435,7 +436,7 @@ def answer(server: socket.socket) -> None:
 def send(address: list) -> dict:
     """Send for half a second: {"milliseconds": round trip, "gbit": per second, "lost": share}.
 
-    Where a round trip takes long, that would tell nothing new: then there is only the first.
+    If the round trip is slow, only "milliseconds" is measured: the rest would add nothing.
     """
 
     def ping() -> float:
@@ -460,7 +461,7 @@ def send(address: list) -> dict:
 
 
 def counts(link: socket.socket) -> tuple[int, int]:
-    """(packets sent again, packets sent), from the kernel: struct tcp_info in <linux/tcp.h>."""
+    """(packets retransmitted, packets sent), from the kernel: struct tcp_info in <linux/tcp.h>."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 140)
     return struct.unpack_from("I", info, 100)[0], struct.unpack_from("I", info, 136)[0]
 
@@ -480,7 +481,7 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
     if far := {pair for pair, milliseconds in times.items() if milliseconds > 10}:
         slowest = max(far, key=times.get)
         where = " and ".join(names[rank] for rank in slowest)
-        text = f"{times[slowest]:.0f} ms there and back"
+        text = f"{times[slowest]:.0f} ms round trip"
         near = {rank for pair in times.keys() - far for rank in pair}
         if len(culprit := set.intersection(*map(set, far)) - near) == 1:
             where, text = names[culprit.pop()], f"{text} to each of the others"
@@ -496,7 +497,7 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
     (sender, receiver), best = min(gbits, key=gbits.get), max(gbits.values())
     text = f"TCP {gbits[sender, receiver]:.1f} to {best:.1f} Gbit/s, the slowest from "
     text += f"{names[sender]} to {names[receiver]}; "
-    text += f"{min(times.values()):.2f} to {max(times.values()):.2f} ms there and back"
+    text += f"{min(times.values()):.2f} to {max(times.values()):.2f} ms round trip"
     return [Finding("OK", "network", text)]
 
 
@@ -504,12 +505,12 @@ def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
 
 
 def time_all_reduce(group, size: int, device) -> float:
-    """Seconds for one of `size` bytes; the median of a few."""
+    """Median seconds of an all_reduce of `size` bytes."""
     import torch
     import torch.distributed as dist
 
     data, times, slowest = torch.ones(size // 4, device=device), [], torch.zeros(1, device=device)
-    dist.all_reduce(data, group=group)  # NCCL connects with the first one
+    dist.all_reduce(data, group=group)  # the first one sets up NCCL's connections
     while len(times) < 7 and slowest.item() < 0.5:
         data.fill_(1)[0].item()  # item() waits for the GPU
         began = time.perf_counter()
@@ -527,13 +528,13 @@ def nccl_log() -> Path:
 
 
 def nccl_links(log: str) -> list[str]:
-    """["NET/IB/GDRDMA", "P2P/CUMEM"]: what NCCL's channels use, from its INFO log."""
+    """The transports of NCCL's channels, from its INFO log: ["NET/IB/GDRDMA", "P2P/CUMEM"]."""
     found = re.findall(r"via ((?:P2P|SHM|NET|C2C|NVLS)(?:/\w+)?)(?:/\d+)?(/GDRDMA)?", log)
     return sorted({link + direct for link, direct in found})
 
 
 def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
-    """outcomes: by rank, what time_all_reduces() returned, or {"error"}, and its "links"."""
+    """outcomes: by rank, the result of time_all_reduces() or {"error"}, and its "links"."""
     errors: dict[str, list[int]] = {}
     for rank, outcome in outcomes.items():
         if error := (outcome or {"error": "no answer"}).get("error"):

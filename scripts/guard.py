@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Run one rank of any PyTorch training script, and say in a sentence why a launch fails or hangs.
+"""Run one rank of any PyTorch training script, and report why a launch fails or hangs.
 
-    python scripts/guard.py SCRIPT [ARGUMENT ...]       as `python SCRIPT`; -m MODULE works too
-    python scripts/guard.py --free-port [FIRST]         a port for MASTER_PORT on this host
-    python scripts/guard.py --hosts                     of this Slurm or PBS job, rank 0's first
+    python scripts/guard.py SCRIPT [ARGUMENT ...]     like `python SCRIPT`; -m MODULE works too
+    python scripts/guard.py --free-port [FIRST]       print a free port on this host
+    python scripts/guard.py --hosts                   print the hosts of this job, rank 0's first
 
-The launchers put it in front of the script; nothing in the script needs to change. It
+The launchers put guard.py in front of the script, which needs no changes. guard.py
 - sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in an srun step,
-  so that a script for torchrun runs there too;
-- checks the ranks before the script starts: are all there, from the same job, with the same script
-  and PyTorch, each on a GPU of its own?
-- watches the script: if a rank waits in a collective for HANG_TIMEOUT seconds, while it takes no
-  optimizer step, every rank prints its stacks and ends, and the ranks at fault are named;
-- writes down why the first rank failed, for scripts/supervise.py and for torchrun.
+  so that a script written for torchrun also runs there;
+- checks before the script starts that all ranks are present, belong to the same job, run the same
+  script and PyTorch version, and have a GPU each;
+- detects hangs: if a rank waits in a collective for HANG_TIMEOUT seconds without an optimizer
+  step, all ranks print their stacks and exit, and the error names the ranks at fault;
+- records why the first rank failed, for scripts/supervise.py and torchrun.
 
 Environment:
-    RANK_TIMEOUT  seconds to wait for all ranks                              [300]
+    RANK_TIMEOUT  seconds to wait for all ranks to start                     [300]
     HANG_TIMEOUT  seconds without progress; NCCL's own limit is 600          [540]
-    GUARD         0: set the variables and run the script, nothing else      [1]
+    GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 """
@@ -45,7 +45,7 @@ from datetime import timedelta
 from pathlib import Path
 
 HOST = socket.gethostname()
-POLL = 5  # seconds between two questions whether another rank has found a hang
+POLL = 5  # seconds between checks whether another rank has found a hang
 
 
 def main() -> None:
@@ -85,9 +85,9 @@ def main() -> None:
 
 
 def launch_environment(env) -> dict[str, int]:
-    """Set torchrun's variables where they are missing. Returns those that are numbers.
+    """Set any of torchrun's variables that are missing. Returns the numeric ones.
 
-    Values come from torchrun, else from an srun step, else they are those of a single process.
+    Values come from torchrun, else from the srun step, else from the defaults for one process.
     """
     if "RANK" not in env or "WORLD_SIZE" not in env:
         values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
@@ -109,21 +109,24 @@ def launch_environment(env) -> dict[str, int]:
 
 
 def is_srun_step(env) -> bool:
-    """A batch script and `srun --pty bash` have SLURM_PROCID too, but nobody else runs there: they
-    have no step id, or a reserved one, or a terminal."""
+    """Whether this is a task of an srun step.
+
+    SLURM_PROCID is not enough: a batch script and `srun --pty bash` have it too. They have no step
+    id, a reserved one, or a terminal.
+    """
     step = int(env.get("SLURM_STEP_ID", 2**32 - 1))
     return step < 2**32 - 16 and not ("SLURM_PTY_PORT" in env and os.isatty(0))
 
 
 def hosts_of_job(env) -> list[str]:
-    """The nodes, rank 0's first; Slurm itself expands lists such as rack[01-02]-n[1-4]."""
+    """The job's hosts, rank 0's first. scontrol expands lists such as rack[01-02]-n[1-4]."""
     if nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):
         command = ["scontrol", "show", "hostnames", nodes]
         try:
             return subprocess.check_output(command, text=True).split()
         except (OSError, subprocess.CalledProcessError) as error:
             fail(f"`{' '.join(command)}` does not work here ({error}): set MASTER_ADDR")
-    with suppress(OSError, KeyError):  # PBS names a host once per slot
+    with suppress(OSError, KeyError):  # PBS lists a host once per slot
         return list(dict.fromkeys(Path(env["PBS_NODEFILE"]).read_text().split()))
     return ["localhost"]
 
@@ -131,7 +134,7 @@ def hosts_of_job(env) -> list[str]:
 def port_of_job(env) -> int:
     """A port that differs between jobs, their steps and their attempts.
 
-    It is below 32768, where the kernel begins to give out ports by itself.
+    It is below 32768, where Linux's range of ephemeral ports starts.
     """
     job = re.match(r"\d*", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "")[0]
     if not job:
@@ -141,7 +144,7 @@ def port_of_job(env) -> int:
 
 
 def free_port(first: int) -> int:
-    """The first port from there on to which nobody listens on this host."""
+    """The first port from `first` on that is free on this host."""
     for port in range(first, 32768):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -153,18 +156,18 @@ def free_port(first: int) -> int:
 
 
 def configure_process(world: dict[str, int]) -> None:
-    """Give this rank its share of the node's cores; end it if torchrun is killed."""
+    """Give this rank its share of the node's cores; stop it if torchrun is killed."""
     if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
         return
     cores, ranks = sorted(os.sched_getaffinity(0)), world["LOCAL_WORLD_SIZE"]
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which binds nothing; srun binds each task
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun binds no cores; srun does
     if by_torchrun:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if by_torchrun or len(cores) == os.cpu_count():
         ends = (len(cores) * r // ranks for r in (world["LOCAL_RANK"], world["LOCAL_RANK"] + 1))
         cores = cores[slice(*ends)]
     if cores and not has_gpu():
-        os.sched_setaffinity(0, cores)  # CPU ranks get in each other's way on shared cores
+        os.sched_setaffinity(0, cores)  # shared cores slow down CPU ranks
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores))))
 
 
@@ -176,10 +179,10 @@ def has_gpu() -> bool:
 
 
 def check_ranks(world: dict[str, int], arguments: list[str]):
-    """Wait for all ranks, compare them, and end all if something is wrong. Collective: every rank.
+    """Wait for all ranks and compare them; if there is a problem, all exit. Collective: every rank.
 
-    Returns (store, what is known of each rank). A store with a time limit answers where a
-    collective would hang.
+    Returns (store, rank info of each rank). It uses a store with a timeout, because a collective
+    would hang if a rank is missing.
     """
     rank, size = world["RANK"], world["WORLD_SIZE"]
     timeout = seconds("RANK_TIMEOUT", 300)
@@ -204,7 +207,7 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     if problem is None:
         fail(f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log")
     if problem:
-        time.sleep(rank > 0)  # the first exit makes a launcher end all others: let rank 0 print it
+        time.sleep(rank > 0)  # let rank 0 print first: the launcher kills all at the first exit
         fail(problem) if rank == 0 else sys.exit(2)
     infos = json.loads(store.get("infos"))
     choose_interface(infos, info)
@@ -219,7 +222,7 @@ def seconds(name: str, default: float) -> float:
 
 
 def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
-    """What rank 0 compares."""
+    """The facts about this rank that rank 0 compares."""
     import torch
 
     files = {name: digest(name) for name in sorted({Path(a.split("=")[-1]) for a in arguments})}
@@ -235,7 +238,7 @@ def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
 
 
 def digest(path: Path) -> str:
-    """Of a script or a configuration file; "" if it is neither."""
+    """A short hash of a script or configuration file; "" for anything else."""
     with suppress(OSError):
         if path.suffix in (".py", ".yaml", ".yml", ".json", ".toml") and path.is_file():
             return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
@@ -243,7 +246,7 @@ def digest(path: Path) -> str:
 
 
 def gpu_of(local_rank: int) -> str:
-    """The UUID of the GPU that this rank will use; "" if there is none, or it is unknown."""
+    """The UUID of the GPU that this rank will use; "" if there is none or it is unknown."""
     gpus = visible_gpus()
     if len(gpus) < 2:  # srun --gpus-per-task=1, for example
         return "".join(gpus)
@@ -251,9 +254,9 @@ def gpu_of(local_rank: int) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """The UUIDs of this process's GPUs, in the order of their numbers; [] if they are unknown.
+    """The UUIDs of this process's GPUs, in device order; [] if they are unknown.
 
-    Asks nvidia-smi: asking CUDA would initialise it, after which a script may not fork any more.
+    Calls nvidia-smi: calling CUDA would initialize it, and a script cannot fork after that.
     """
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
@@ -268,7 +271,7 @@ def visible_gpus() -> list[str]:
 
 
 def connect(world: dict[str, int], timeout: float):
-    """open_store(), or a sentence why not."""
+    """open_store(); if that fails, exits with an error message."""
     address, port, rank = os.environ["MASTER_ADDR"], world["MASTER_PORT"], world["RANK"]
     resolve(address, port, min(30, timeout))
     give_up = threading.Timer(timeout + 10, end_now, [f"{address}:{port} is not a PyTorch store"])
@@ -285,10 +288,10 @@ def connect(world: dict[str, int], timeout: float):
 
 
 def open_store(world: dict[str, int], timeout: float):
-    """A client of the store on MASTER_ADDR, which torchrun's agent or rank 0 serves.
+    """A client of the store on MASTER_ADDR, whose server is torchrun's agent or rank 0.
 
-    The script's own init_process_group() shares that server: hence multi_tenant. Hangs if another
-    program answers there.
+    multi_tenant: the script's own init_process_group() uses the same server. Hangs if another
+    program listens on that port.
     """
     import torch.distributed as dist
 
@@ -306,7 +309,7 @@ def open_store(world: dict[str, int], timeout: float):
 
 
 def resolve(address: str, port: int, patience: float) -> None:
-    """Fail for a name that nobody knows: PyTorch would warn for minutes."""
+    """Fail if the name cannot be resolved: PyTorch would retry for minutes."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -319,7 +322,7 @@ def resolve(address: str, port: int, patience: float) -> None:
 
 
 def wait_for(store, key: str, deadline: float) -> str | None:
-    """The value of a key of the store; None if it is not there in time."""
+    """The value of a key in the store; None if it is not set before the deadline."""
     while not store.check([key]):
         if time.monotonic() > deadline:
             return None
@@ -328,7 +331,7 @@ def wait_for(store, key: str, deadline: float) -> str | None:
 
 
 def find_problem(infos: list[dict | None], timeout: float) -> str:
-    """What is wrong with the ranks, in a sentence; "" if nothing is."""
+    """The first problem found with the ranks, as a sentence; "" if there is none."""
     hosts = ranks_by_host(infos)
     where = ", ".join(f"{format_ranges(ranks)} on {host}" for host, ranks in hosts.items())
     if missing := [rank for rank, info in enumerate(infos) if info is None]:
@@ -340,7 +343,7 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
 
 
 def find_differences(infos: list[dict | None]):
-    """Which ranks run other software than rank 0, or share a GPU: a sentence each."""
+    """Yield a sentence for each difference in software and each shared GPU."""
     for what in sorted({what for info in infos if info for what in info["same"]}):
         values = [info and info["same"].get(what, "missing") for info in infos]
         for value in dict.fromkeys(values):
@@ -380,7 +383,7 @@ def log_topology(infos: list[dict]) -> None:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the way to the host. Sends nothing."""
+    """This machine's address on the route to the host. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         with suppress(OSError, UnicodeError):
             probe.connect((host, 1))
@@ -389,8 +392,11 @@ def address_towards(host: str) -> str:
 
 
 def choose_interface(infos: list[dict], info: dict) -> None:
-    """Gloo listens where its host's name leads to. Where that is 127.0.1.1, as on Debian, no other
-    host can reach it: then name the interface that leads to the others."""
+    """Set GLOO_SOCKET_IFNAME if the host name resolves to a loopback address.
+
+    Gloo listens on the address of the host name. If that is 127.0.1.1, as on Debian, no other host
+    can reach it.
+    """
     others = [other["address"] for other in infos if other["host"] != HOST]
     with suppress(OSError):
         if not others or not socket.gethostbyname(HOST).startswith("127."):
@@ -398,21 +404,21 @@ def choose_interface(infos: list[dict], info: dict) -> None:
     target = next((a for a in others if not a.startswith("127.")), os.environ["MASTER_ADDR"])
     address = address_towards(target)
     for _, name in socket.if_nameindex() if not address.startswith("127.") else ():
-        with socket.socket() as probe, suppress(OSError):  # one without an IPv4 address
+        with socket.socket() as probe, suppress(OSError):  # an interface without an IPv4 address
             found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
             if socket.inet_ntoa(found[20:24]) == address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-# ------------------------------------------------------------------------------- hang verdict
+# ----------------------------------------------------------------------------- hang detection
 
 
 class HangWatch:
-    """Ends this rank, with its stacks, once a rank has waited in a collective for too long.
+    """Prints this rank's stacks and exits once any rank has waited in a collective for too long.
 
-    Progress is an optimizer step, of any optimizer of the process, or a collective that PyTorch's
-    Flight Recorder sees begin or end. The rank that waits tells the others through the store;
-    each writes down where it stands; the ranks that are behind, or silent, are at fault.
+    Progress is a step of any optimizer in the process, or a collective that starts or ends
+    according to PyTorch's Flight Recorder. The waiting rank notifies the others through the store.
+    Each rank writes its position to the store; ranks that are behind or do not answer are at fault.
     """
 
     def __init__(self, rank: int, store, infos: list[dict]):
@@ -420,7 +426,7 @@ class HangWatch:
         self.timeout = seconds("HANG_TIMEOUT", 540)
         self.steps = 0
         self.found, self.over = threading.Event(), threading.Event()
-        # If rank 0, which serves the store, is stopped, a call of the store never returns.
+        # poll() has its own thread: a store call never returns if the store's server is stopped.
         self.threads = [threading.Thread(target=t, daemon=True) for t in (self.watch, self.poll)]
         for thread in self.threads:
             thread.start()
@@ -445,13 +451,13 @@ class HangWatch:
 
     def poll(self) -> None:
         """Notice that another rank has found a hang."""
-        with suppress(Exception):  # the store is gone; a second call would only print warnings
+        with suppress(Exception):  # the store is gone; another call would only print warnings
             while not self.over.wait(POLL):
                 if self.store.check(["hang"]):
                     self.found.set()
 
     def exit_all(self) -> None:
-        """Print the stacks, exchange where each rank stands, and let the first one report."""
+        """Print the stacks, exchange positions, and let the lowest rank that answers report."""
         print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         notes = {self.rank: {"steps": self.steps, **last_collective()}}
@@ -479,15 +485,15 @@ class HangWatch:
             text = self.verdict(notes, silent)
             write_failure("hang", text, self.rank)
             print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
-        time.sleep(1)  # let that rank print before the launcher ends it
+        time.sleep(1)  # let that rank print before the launcher kills it
         for rank in silent:
             if self.infos[rank]["host"] == HOST:
                 with suppress(OSError):
-                    os.kill(self.infos[rank]["pid"], signal.SIGKILL)  # it will not end by itself
+                    os.kill(self.infos[rank]["pid"], signal.SIGKILL)  # it cannot exit on its own
         os._exit(1)
 
     def verdict(self, notes: dict[int, dict], silent: dict[int, str]) -> str:
-        """Which ranks the others wait for. notes: of the ranks that answer; silent: the others."""
+        """The error message. notes: positions of the ranks that answer; silent: the others."""
         states = [f"at collective {n['number']} ({n['name']})" for n in notes.values()]
         furthest = max(note["number"] for note in notes.values())
         ahead = [s for s, n in zip(states, notes.values()) if n["number"] == furthest]
@@ -502,17 +508,17 @@ class HangWatch:
         return f"hang: {'; '.join(names)}; the others are {usual}"
 
     def end(self, error: BaseException | None) -> None:
-        """The script has ended."""
+        """Call this when the script has ended."""
         self.over.set()
-        for thread in self.threads:  # in C++ code, it would abort Python's shutdown
+        for thread in self.threads:  # a thread in C++ code would abort Python's shutdown
             thread.join(2)
         if not error:
-            time.sleep(0.2)  # gloo's threads abort Python's shutdown, too (pytorch/pytorch#179291)
+            time.sleep(0.2)  # so would gloo's threads (pytorch/pytorch#179291)
             with suppress(Exception):
                 self.store.set(f"ended {self.rank}", "")
                 if self.rank:
                     return
-                for rank in range(len(self.infos)):  # this rank, or its torchrun, serves the store
+                for rank in range(len(self.infos)):  # the server is this rank or its torchrun
                     wait_for(self.store, f"ended {rank}", time.monotonic() + 2)
                 if len(ranks_by_host(self.infos)) > 1:
                     time.sleep(0.5)  # its torchrun should be the last to exit
@@ -525,7 +531,7 @@ class HangWatch:
 
 
 def collectives() -> dict[str, tuple[int, int]]:
-    """{process group: (collectives begun, ended)}; {} before there is one."""
+    """{process group: (collectives started, completed)}; {} before the first group exists."""
     counts = {}
     for backend, trace in flight_recorder(False):
         for group, status in trace.get("pg_status", {}).items():
@@ -535,7 +541,7 @@ def collectives() -> dict[str, tuple[int, int]]:
 
 
 def last_collective() -> dict:
-    """The last one that this rank has begun: its number and what it is."""
+    """Number and name of the last collective that this rank has started."""
     found = [{"number": 0, "name": "none"}]
     for _, trace in flight_recorder(True):
         for entry in trace.get("entries", [])[-1:]:
@@ -545,7 +551,7 @@ def last_collective() -> dict:
 
 
 def flight_recorder(entries: bool):
-    """(backend, what PyTorch's Flight Recorder knows), for each backend in use."""
+    """Yield (backend, PyTorch's Flight Recorder trace) for each backend in use."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for backend in ("gloo", "nccl"):
         with suppress(Exception):
@@ -556,7 +562,7 @@ def flight_recorder(entries: bool):
 
 
 def run(arguments: list[str]) -> None:
-    """As `python SCRIPT ...` or `python -m MODULE ...` would, in this process."""
+    """Run `SCRIPT ...` or `-m MODULE ...` in this process, as Python itself would."""
     if arguments[0] == "-m":
         sys.argv, sys.path[0] = arguments[1:], os.getcwd()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -574,13 +580,13 @@ def run(arguments: list[str]) -> None:
 
 
 def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> None:
-    """Write down why this rank fails, unless it only follows another one that failed."""
+    """Record why this rank failed, unless it failed only because another rank did."""
     if "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError":
-        # Another rank has failed. Launchers report the first to exit, so let that one exit first.
+        # Another rank has failed. Launchers report the first rank to exit: let that one be first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         text = str(error).split("] ", 1)[-1].split(". This is")[0]
         text = f"rank {rank} on {HOST}: another rank exited ({text})"
-        time.sleep(1)  # within which a rank whose script has ended says so
+        time.sleep(1)  # gives a rank whose script has ended time to set its key
         if ended := watch.ended_ranks() if watch else "":
             text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
             text += " must take part in the same collectives"
@@ -597,14 +603,14 @@ def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> No
         memory = re.search("OutOfMemory|MemoryError|t allocate memory", reason)
         cause = "out of memory" if memory else "exception"
     write_failure(cause, reason, rank)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it at the end
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints its content at the end
         facts = {"py_callstack": reason, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": {"message": reason, "extraInfo": facts}}))
 
 
 def write_failure(cause: str, reason: str, rank: int) -> None:
-    """For scripts/supervise.py: only the first rank to fail gets to write it."""
+    """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so."""
     if file := os.environ.get("FAILURE_FILE"):
         facts = {"cause": cause, "reason": reason, "rank": rank, "host": HOST}
         with suppress(OSError), open(file, "x") as first:
@@ -618,14 +624,14 @@ def without_own_frames(traceback):
 
 
 def fail(text: str, cause: str = "configuration") -> None:
-    """End this rank: something is wrong that the user can fix."""
+    """Print a user error and exit with code 2."""
     print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
     write_failure(cause, text, int(os.environ.get("RANK", 0)))
     sys.exit(2)
 
 
 def end_now(text: str) -> None:
-    """The same from another thread, wherever the main thread hangs."""
+    """Like fail(), but works from another thread while the main thread hangs."""
     with suppress(SystemExit):
         fail(text, "port")
     os._exit(2)

@@ -5,16 +5,16 @@
     python scripts/plan.py --dataset imagefolder --samples 1281167 --classes 1000 \\
         --model resnet50 --amp bf16 --epochs 90 --samples-per-second 2700 --nodes 8
 
-Takes the trainer's options, and those of the group "plan". It needs no GPU and trains nothing. It
-names its assumptions. Two figures of your machines matter most: the speed of one GPU (train on it
-for a minute: samples_per_second in metrics.jsonl) and the links between them. A launch with
-TRAIN_SCRIPT=scripts/doctor.py and --json measures these: give its output as --links.
+Takes the trainer's options and those of the group "plan". It needs no GPU, trains nothing, and
+prints its assumptions. Two figures of your machines matter most: the throughput of one GPU (train
+for a minute and read samples_per_second in metrics.jsonl) and the links between GPUs. A launch with
+TRAIN_SCRIPT=scripts/doctor.py and --json measures the links: pass its output to --links.
 
 Model of an all_reduce of n bytes over p ranks on N nodes, from NCCL's tuner (src/graph/tuning.cc);
-a is the latency of a hop, B the smaller one of the two bandwidths:
+a is the latency of a hop, B the smaller of the two bandwidths:
     ring  2 (p - 1) / p  (N a_inter + (p - N) a_intra  +  n / B)
     tree  2 (log2(N) a_inter + (p / N - 1) a_intra  +  n / B)
-The faster one counts. DDP sends gradients in buckets, each as soon as the backward pass has
+NCCL uses the faster one. DDP sends gradients in buckets, each as soon as the backward pass has
 computed it. docs/SCALING.md compares predictions with measurements.
 """
 
@@ -36,10 +36,10 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import train_distributed as trainer  # noqa: E402
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, DDP's: the first one is small, to start early
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, as in DDP; the first one is small, to start early
 FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as long
-OVERHEAD = 1.5e9  # bytes of GPU memory that CUDA, cuDNN and NCCL take for themselves
-JPEGS = 200  # of ImageNet's size, decoded per second by a core
+OVERHEAD = 1.5e9  # bytes of GPU memory used by CUDA, cuDNN and NCCL themselves
+JPEGS = 200  # images of ImageNet's size decoded per second and core
 START_SECONDS = 60  # of a job: imports, rendezvous, data, the checkpoint, the first steps
 
 
@@ -65,11 +65,11 @@ def all_reduce_seconds(size: float, nodes: int, per_node: int, links: Links) -> 
 
 
 def step_seconds(compute: float, gradients: float, reduce) -> float:
-    """A step with its communication: DDP sends a bucket as soon as the backward pass has filled it.
+    """Seconds of a step with communication: DDP sends each bucket once the backward pass fills it.
 
     compute is in seconds, gradients in bytes; reduce(bytes) returns how long a bucket takes.
     """
-    sent, free = 0.0, 0.0  # bytes; when the network is free again
+    sent, free = 0.0, 0.0  # bytes sent; time when the network is free again
     while sent < gradients:
         bucket = min(BUCKET if sent else FIRST_BUCKET, gradients - sent)
         sent += bucket
@@ -79,7 +79,7 @@ def step_seconds(compute: float, gradients: float, reduce) -> float:
 
 
 def checkpoint_interval(save: float, between_failures: float) -> float:
-    """Seconds between checkpoints that lose least time (Daly, doi 10.1016/j.future.2004.11.016)."""
+    """Optimal seconds between checkpoints (Daly, doi 10.1016/j.future.2004.11.016)."""
     if save >= 2 * between_failures:
         return between_failures
     x = save / (2 * between_failures)
@@ -87,7 +87,7 @@ def checkpoint_interval(save: float, between_failures: float) -> float:
 
 
 def links_of(args) -> Links:
-    """From the file --links, and the options for what it does not hold."""
+    """The links measured in the file --links; the options provide the rest."""
     links = Links(args.intra_microseconds / 1e6, args.intra_gbytes * 1e9,
                   args.inter_microseconds / 1e6, args.inter_gbytes * 1e9)  # fmt: skip
     if not args.links:
@@ -114,7 +114,7 @@ def links_of(args) -> Links:
 
 
 def fit(links: Links, which: str, shape: tuple[int, int], sizes, times) -> Links:
-    """The links that explain how long a small and a large all_reduce took on nodes x ranks."""
+    """Links for which the model gives the measured times of a small and a large all_reduce."""
     p = math.prod(shape)
     bandwidth = 2 * (p - 1) / p * (sizes[1] - sizes[0]) / max(times[1] - times[0], 1e-9)
     low, high = 0.0, times[0]
@@ -137,19 +137,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = trainer.build_parser()
     parser.prog, parser.description = "plan.py", __doc__
     add, number = parser.add_argument_group("plan").add_argument, positive_number
-    add("--samples", type=trainer.positive_int, help="of training [counted in --data-dir]")
-    add("--classes", type=trainer.positive_int, help="[counted in --data-dir]")
-    add("--samples-per-second", type=number, help="of one GPU alone [from --tflops]")
-    add("--tflops", type=number, default=60, help="a GPU's 10^12 operations per second [60]")
+    add("--samples", type=trainer.positive_int, help="training samples [counted in --data-dir]")
+    add("--classes", type=trainer.positive_int, help="classes [counted in --data-dir]")
+    add("--samples-per-second", type=number, help="throughput of one GPU [from --tflops]")
+    add("--tflops", type=number, default=60, help="10^12 operations per second of a GPU [60]")
     add("--links", metavar="FILE", help="output of doctor.py --json in a launch [the next four]")
-    add("--intra-gbytes", type=number, default=300, help="GB/s between GPUs of a node [300]")
-    add("--intra-microseconds", type=number, default=3, help="latency of a hop there [3]")
+    add("--intra-gbytes", type=number, default=300, help="GB/s between the GPUs of a node [300]")
+    add("--intra-microseconds", type=number, default=3, help="latency of a hop in a node [3]")
     add("--inter-gbytes", type=number, default=50, help="GB/s out of a node, all adapters [50]")
-    add("--inter-microseconds", type=number, default=15, help="latency of a hop there [15]")
-    add("--gpu-gbytes", type=number, default=80, help="memory of a GPU [80]")
-    add("--disk-gbytes", type=number, default=1, help="GB/s that one process writes [1]")
-    add("--node-failure-hours", type=number, default=6300, help="mean, of one node [6300]")
-    add("--time-limit-hours", type=number, default=24, help="of one job [24]")
+    add("--inter-microseconds", type=number, default=15, help="latency of a hop between nodes [15]")
+    add("--gpu-gbytes", type=number, default=80, help="GB of memory of a GPU [80]")
+    add("--disk-gbytes", type=number, default=1, help="GB/s at which one process writes [1]")
+    add("--node-failure-hours", type=number, default=6300, help="MTBF of a node [6300]")
+    add("--time-limit-hours", type=number, default=24, help="time limit of a job [24]")
     return parser
 
 
@@ -158,7 +158,7 @@ def describe_data(args) -> trainer.DataSpec:
     if args.samples is None and args.dataset != "mnist":
         images, _, spec = trainer.get_datasets(args)
         args.samples = len(images)
-    else:  # the data need not be on this machine
+    else:  # does not need the data on this machine
         args.samples = args.samples or 60_000
         digits = args.dataset.startswith("mnist")
         channels = 1 if digits and args.model == "simple_convnet" else 3
@@ -171,15 +171,15 @@ def measure_model(args, spec) -> dict[str, float]:
     """Bytes and floating point operations, counted in passes over two small batches.
 
     "activations" are the bytes per sample that are kept for the backward pass. The inputs are fake
-    tensors (shapes and types without data), so no memory is needed but for the weights, and no
-    kernel is run: bf16 would end the process where a CPU advertises AMX but must not use it.
+    tensors (shapes and types without data), so only the weights need memory and no kernel runs:
+    bf16 kernels would kill the process on a machine that lists AMX but traps it.
     """
     dtype = torch.float16 if args.amp == "fp16" else torch.bfloat16
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if (place := tensor.untyped_storage()._cdata) not in weights:
-            kept[place] = tensor  # and so alive: no other can take its place
+            kept[place] = tensor  # keeps it alive, so that its address is not reused
         return tensor
 
     def forward(samples: int) -> torch.Tensor:
@@ -218,7 +218,7 @@ def measure_model(args, spec) -> dict[str, float]:
 
 
 def predict(args) -> SimpleNamespace:
-    """All figures: times in seconds, sizes in bytes."""
+    """All predicted figures: times in seconds, sizes in bytes."""
     p = SimpleNamespace(nodes=args.nodes or 1, each=args.gpus_per_node or 8)
     p.ranks = p.nodes * p.each
     spec = describe_data(args)
@@ -238,7 +238,7 @@ def predict(args) -> SimpleNamespace:
     p.per_rank = -(-p.micro_batches // p.ranks)
     p.speed = args.samples_per_second or 1e12 * args.tflops / p.operations
     p.compute = args.batch_size * p.per_rank / p.speed
-    last_pass = args.batch_size / p.speed  # gradients are sent in the last micro-batch's backward
+    last_pass = args.batch_size / p.speed  # gradients are sent during the last backward pass
     p.step = p.compute - last_pass + step_seconds(last_pass, p.gradients, reduce)
     p.rate = args.global_batch_size / p.step
     p.save = p.checkpoint / (1e9 * args.disk_gbytes)
@@ -248,7 +248,7 @@ def predict(args) -> SimpleNamespace:
     p.interval = checkpoint_interval(p.save, p.failures)
     p.lost = p.save / p.interval + (p.interval / 2 + START_SECONDS) / p.failures
     limit = 3600 * args.time_limit_hours
-    usable = limit - START_SECONDS - min(120, limit / 10)  # the trainer keeps a tenth to save
+    usable = limit - START_SECONDS - min(120, limit / 10)  # time reserved for saving
     if usable <= 0:
         raise trainer.UserError("--time-limit-hours leaves no time to train: raise it")
     p.requeues = max(0, math.ceil(p.whole / usable) - 1)
@@ -258,7 +258,7 @@ def predict(args) -> SimpleNamespace:
 
 
 def describe(args, p: SimpleNamespace) -> list[tuple[str, str]]:
-    """What to print, as (name, text); a name "" belongs to the line above."""
+    """The lines to print, as (name, text); the name "" continues the line above."""
     all_at_once = all_reduce_seconds(p.gradients, p.nodes, p.each, p.links)
     often = f"--checkpoint-every-steps {max(1, round(p.interval / p.step))}"
     source = "measured" if args.samples_per_second else f"estimated from --tflops {args.tflops:g}"
@@ -297,18 +297,18 @@ def advise(args, p: SimpleNamespace) -> list[str]:
     advice = {
         "out of memory: lower --batch-size or set --activation-checkpointing":
             sum(p.memory.values()) > 1e9 * args.gpu_gbytes,
-        "saving takes long for so short an epoch: docs/recipes/async_checkpoint.patch":
+        "saving takes more than 5 % of an epoch: see docs/recipes/async_checkpoint.patch":
             p.save > p.epoch / 20,
         f"{p.micro_batches} micro-batches on {p.ranks} ranks: some ranks wait for others; "
-        f"--global-batch-size {even} occupies all":
+        f"--global-batch-size {even} keeps all busy":
             p.micro_batches % p.ranks,
         f"decoding JPEG files takes {cores:.0f} cores of each node, at an assumed {JPEGS} files "
         "per second and core (benchmarks/loader.py measures it)":
             args.dataset == "imagefolder",
-        "the links limit the speed: with a larger --global-batch-size the ranks communicate less "
-        "often":
+        "the links limit the throughput: with a larger --global-batch-size the ranks communicate "
+        "less often":
             p.compute / p.step < 0.9,
-        "without --samples-per-second of one GPU the time is a guess; small networks are slower":
+        "without --samples-per-second, times are rough estimates; small networks are slower":
             not args.samples_per_second,
         f"only {p.steps_per_epoch} steps per epoch: see docs/SCALING.md on large batches":
             p.steps_per_epoch < 50,

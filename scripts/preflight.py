@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Check this node just before a launch: would its workers fail? Takes at most two seconds.
+"""Check this node just before a launch, in at most two seconds.
 
     python scripts/preflight.py [--nnodes N --node-rank R --master-addr A --master-port P]
                                 [--nproc-per-node K] SCRIPT [ARGUMENT ...]
 
-scripts/cluster_train.sh calls it on each node. A launch that would fail is refused in one sentence,
-which also goes to FAILURE_FILE; what slows the training down is a warning. Without a master address
-and port, it skips the checks of the master; scripts/doctor.py checks all nodes together. It prints
-the number of GPUs that PyTorch sees, and imports PyTorch only where there are GPUs.
-Exit code: 0; 2 if the launch was refused.
+scripts/cluster_train.sh calls it on each node. It refuses a launch that would fail, with an error
+that is also written to FAILURE_FILE, and warns of settings that slow the training down. Without a
+master address and port, it does not check the master; scripts/doctor.py checks all nodes together.
+It prints the number of GPUs that PyTorch sees, and imports PyTorch only if there are GPUs.
+Exit code: 0, or 2 if the launch was refused.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROGRAM = Path(sys.argv[0]).name  # preflight.py, or doctor.py, which imports th
 
 
 def refuse(text: str, cause: str = "configuration") -> None:
-    """End here: the launch would fail."""
+    """Print why the launch would fail, and exit with code 2."""
     print(f"{PROGRAM}: error: {HOST}: {text}", file=sys.stderr, flush=True)
     guard.write_failure(cause, text, int(os.environ.get("RANK", 0)))
     sys.exit(2)
@@ -63,7 +63,7 @@ def main() -> None:
         if finding.level != "OK":
             text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
             print(text, file=sys.stderr, flush=True)
-    with suppress(BrokenPipeError):  # the launcher was told to stop
+    with suppress(BrokenPipeError):  # the launcher has stopped
         os.write(1, f"{gpu_count}\n".encode())
 
 
@@ -75,15 +75,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--node-rank", type=int, default=0)
     add("--master-addr", help="the host of node rank 0")
     add("--master-port", type=int)
-    add("--nproc-per-node", type=int, default=0, help="workers; 0: as many as GPUs, or 1 [0]")
+    add("--nproc-per-node", type=int, default=0, help="workers; 0: one per GPU, or 1 [0]")
     add("script", metavar="SCRIPT", help="the training script")
     add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
     return parser.parse_args(argv)
 
 
 def read_request(arguments: list[str]) -> str:
-    """What the training is asked to do: the configuration files without their comments, and the
-    arguments, which come last because they win."""
+    """The configuration files without comments, then the arguments, which take precedence."""
     texts = []
     for path in (Path(argument.split("=")[-1]) for argument in arguments):
         with suppress(OSError):
@@ -101,8 +100,9 @@ def count_gpus() -> int:
 
 
 def check_master(args: argparse.Namespace) -> None:
-    """On its host the port must be free; the other nodes must reach it."""
-    master, port, remedy = args.master_addr, args.master_port, "set MASTER_ADDR to an address of it"
+    """The port must be free on the master, and the other nodes must reach the master."""
+    master, port = args.master_addr, args.master_port
+    remedy = "set MASTER_ADDR to an address that all nodes reach"
     try:
         address = socket.getaddrinfo(master, port, type=socket.SOCK_STREAM)[0][4]
     except OSError as error:
@@ -119,25 +119,24 @@ def check_master(args: argparse.Namespace) -> None:
                 text = f"node rank 0 is here, but master {master} ({address[0]}) is not"
                 refuse(f"{text} ({error.strerror}): set MASTER_ADDR to an address of this host")
     elif address[0].startswith("127."):
-        text = f"master {master} is {address[0]} here, this node itself"
-        refuse(f"{text}: set MASTER_ADDR to an address that all nodes reach")
+        refuse(f"master {master} resolves to {address[0]}, which is this node itself: {remedy}")
     else:
         try:
             socket.create_connection(address[:2], timeout=10).close()
         except ConnectionRefusedError:
-            pass  # the host answers; its store is not there yet
+            pass  # the host answers; its store has not started yet
         except OSError as error:
             text = f"cannot reach master {master} ({address[0]}): {error.strerror or error}"
             refuse(f"{text}: check MASTER_ADDR, and that its node is up", "node lost")
 
 
 def check_bf16() -> None:
-    """A virtual machine may list AMX and trap it: a bf16 product then ends the process (SIGILL)."""
+    """Some virtual machines list AMX but trap it: a bf16 product kills the process (SIGILL)."""
     if not CPUINFO.exists() or " amx_" not in CPUINFO.read_text():
         return
     probe = subprocess.run([sys.executable, "-c", BF16_PROBE], capture_output=True)
     if probe.returncode == -signal.SIGILL:
-        text = "bf16 ends with SIGILL here: the CPU lists AMX, but the machine traps it"
+        text = "bf16 crashes with SIGILL here: the CPU lists AMX, but the machine traps it"
         refuse(f"{text}: export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or train without bf16")
 
 

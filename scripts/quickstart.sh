@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# From a fresh machine to a trained model: makes a virtual environment, installs requirements.txt,
-# trains SimpleConvNet on handwritten digits with all GPUs (or 2 processes on the CPU), and plots the
-# metrics. Run again, it reuses what is there.
+# From a fresh machine to a trained model: creates a virtual environment, installs requirements.txt,
+# trains SimpleConvNet on handwritten digits on all GPUs (or with 2 CPU processes), and plots the metrics.
+# A second run reuses the environment and resumes the training.
 #
 # Usage: scripts/quickstart.sh [--install-only] [options of train_distributed.py]
 #
 # Environment:
-#   PYTHON          Python 3.11 or newer to make the environment with   [python3]
-#   VENV            the virtual environment                             [.venv]
-#   RUN_DIR         the run directory                                   [runs/quickstart]
-#   NPROC_PER_NODE  processes                                           [GPUs, or 2 without any]
+#   PYTHON          Python 3.11 or newer, for the environment [python3]
+#   VENV            the virtual environment                   [.venv]
+#   RUN_DIR         the run directory                         [runs/quickstart]
+#   NPROC_PER_NODE  number of processes                       [number of GPUs, or 2 without GPUs]
 #
 # Examples:
 #   scripts/quickstart.sh
@@ -36,8 +36,8 @@ install() {
   if [[ ! -x "$VENV/bin/pip" ]]; then
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
       fail "PYTHON=$PYTHON is not Python 3.11 or newer: load a module, or set PYTHON"
-    echo "Making $VENV with $("$PYTHON" --version)"
-    "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot make $VENV: on Debian, install python3-venv"
+    echo "Creating $VENV with $("$PYTHON" --version)"
+    "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot create $VENV: on Debian, install python3-venv"
   fi
   if ! cmp -s requirements.txt "$VENV/installed-requirements.txt"; then
     echo "Installing requirements.txt into $VENV (PyTorch with CUDA: about 5 GB)"
@@ -49,7 +49,7 @@ install() {
 
 train() {
   local options=(--checkpoint-dir "$RUN_DIR" "$@")
-  # A mistake in the options is told here, in one line: torchrun would add forty.
+  # Check the options here: torchrun would add 40 lines to the error message.
   "$VENV/bin/python" -c '
 import sys, train_distributed as trainer
 try:
@@ -81,7 +81,7 @@ main() {
 Your model: $RUN_DIR/checkpoint_epoch_*.pt   Its metrics: $RUN_DIR/metrics.jsonl, metrics.png
 Next:
   scripts/quickstart.sh --epochs 10           continue the same run
-  source $VENV/bin/activate                   then, by hand:
+  source $VENV/bin/activate                   then run the trainer directly:
   torchrun --standalone --nproc-per-node 2 train_distributed.py --dataset mnist   all 60,000 digits
   python train_distributed.py --help          every option
 END

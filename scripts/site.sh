@@ -1,9 +1,9 @@
 # shellcheck shell=bash disable=SC2034
-# The one place for what differs from cluster to cluster. Every launcher sources it on every node, in the
-# repository, before it starts Python; it leaves the command for Python in the array `python`. Everything is
-# off or detected: edit what you need.
+# Site configuration: all cluster-specific settings are here. Every launcher sources this file on every
+# node, in the repository, before it starts Python, and uses the array `python` as its Python command. By
+# default everything is off or detected automatically: edit what you need.
 
-set +u # modules and conda use variables that are not set
+set +u # modules and conda use unset variables
 
 # ---- modules
 # module purge
@@ -12,7 +12,7 @@ set +u # modules and conda use variables that are not set
 # ---- Python: CONDA_ENV, PYTHON, or the .venv of scripts/quickstart.sh
 if [[ -n "${CONDA_ENV:-}" ]]; then
   [[ -n "$(command -v conda)" ]] || { echo "site.sh: error: CONDA_ENV=$CONDA_ENV, but no conda here" >&2 && exit 2; }
-  # A shell that is not interactive has no conda command to activate with, until this is sourced.
+  # A non-interactive shell must source this before `conda activate` works.
   # shellcheck disable=SC1091
   source "$(conda info --base)/etc/profile.d/conda.sh"
   conda activate "$CONDA_ENV"
@@ -22,21 +22,21 @@ elif [[ -z "${PYTHON:-}" && -x .venv/bin/python ]]; then
 fi
 python=("${PYTHON:-python3}")
 
-# ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the same job inside of it
+# ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the workers in that image
 if [[ -n "${APPTAINER_IMAGE:-}" ]]; then
   python=(apptainer exec --nv --bind "$PWD" "$APPTAINER_IMAGE" python3)
 fi
 
-# ---- memory. On a machine without GPUs, glibc would return each large activation to the kernel and page it
-# in again in the next step: the largest single cost of a small network on a CPU.
+# ---- memory. On a machine without GPUs, glibc would return each large activation to the kernel and fault it
+# in again in the next step, which is the largest single cost of a small network on a CPU.
 if [[ ! -e /dev/nvidia0 && ! -e /dev/kfd ]]; then
   export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.trim_threshold=2147483647:glibc.malloc.mmap_max=0}"
 fi
 
-# ---- network. NCCL finds NVLink and InfiniBand by itself; set nothing before a test shows you must.
-# export NCCL_SOCKET_IFNAME="=ib0"   # interface for the first contact; = exact, ^ excludes
-# export GLOO_SOCKET_IFNAME="eth0"   # the same for gloo: exact names only
+# ---- network. NCCL detects NVLink and InfiniBand; set a variable only if a test shows that you must.
+# export NCCL_SOCKET_IFNAME="=ib0"   # interface for bootstrap; "=" exact name, "^" exclude
+# export GLOO_SOCKET_IFNAME="eth0"   # the same for gloo; exact names only
 # export NCCL_IB_HCA="mlx5"          # the InfiniBand adapters to use
-# export NCCL_DEBUG=INFO             # says which it uses
+# export NCCL_DEBUG=INFO             # logs which adapters NCCL uses
 
 set -u

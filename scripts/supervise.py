@@ -1,37 +1,38 @@
 #!/usr/bin/env python3
-"""Keep one training alive: launch it, relaunch it after a crash, requeue its job when time is up.
+"""Keep a training run going: restart it after a crash, requeue its job when the time is up.
 
 Usage: scripts/supervise.py COMMAND [ARGUMENT ...]
 
-COMMAND is any launch of this repository; the Slurm and PBS scripts put supervise.py in front by
-themselves. It needs nothing but Python 3.8.
+COMMAND is any launch command of this repository. The Slurm and PBS scripts call supervise.py
+themselves. It needs only Python 3.8.
 
-    the training finished             the end
-    stopped for time or preemption    under Slurm the job is requeued; elsewhere: how to resume
-    stopped by you                    how to resume
-    crashed                           the same command again, on the nodes that are left
-    3 crashes without progress,       the reason, and the end
-    or an error that would repeat
+    the training ...                  supervise.py ...
+    finished                          exits
+    stopped: time limit, preemption   requeues the job under Slurm; elsewhere prints how to resume
+    stopped by you                    prints how to resume
+    crashed                           runs the same command again on the remaining nodes
+    crashed 3 times without progress  prints the reason and exits
+    failed with a permanent error     prints the reason and exits
 
-Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 stops the training, which saves first; so does the end
-of the job's time, or of MAX_DURATION. A second Ctrl-C kills it.
+Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time or MAX_DURATION stop the
+training, which saves first. A second Ctrl-C kills it.
 
-What it tells the training, in the environment: STOP_FILE (if that file exists: save and exit),
-DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE (see scripts/guard.py). What
-the training tells it, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped), reason,
+supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
+exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE (see scripts/guard.py).
+The training reports, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped), reason,
 start_step, global_step, saved_step, world_size, began. A script that writes no STATUS_FILE is
-restarted all the same; if it ran for ten minutes, that counts as progress.
+restarted too; an attempt that ran for ten minutes then counts as progress.
 
-Writes attempts.jsonl to the run directory, one line per attempt: start, end, start_step, end_step,
-saved_step, recomputed, train_seconds, hosts, world_size, cause, reason. Causes: finished, stopped,
-ended (exit code 0, but no status), out of memory, killed, node lost, hang, NaN, disk,
-configuration, port, in use, replaced, exception.
-Exit code: 0 finished or stopped; 1 gave up; 2 a user error.
+The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
+start_step, end_step, saved_step, recomputed, train_seconds, hosts, world_size, cause, reason.
+Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
+hang, NaN, disk, configuration, port, in use, replaced, exception.
+Exit code: 0 finished or stopped; 1 gave up; 2 user error.
 
 Environment:
-    MAX_RESTARTS   after crashes, within this job                            [10]
+    MAX_RESTARTS   restarts after crashes within this job                    [10]
     MAX_DURATION   seconds after which the training is asked to stop         []
-    STOP_SECONDS   that a training may take to stop before it is killed      [300]
+    STOP_SECONDS   seconds the training may take to stop before it is killed [300]
     LOG_DIR        a directory that all nodes see                            [logs]
 
 Examples:
@@ -54,10 +55,10 @@ import tempfile
 import time
 from pathlib import Path
 
-NO_PROGRESS = 3  # crashes in a row without progress, after which it gives up
-PROGRESS_SECONDS = 600  # a script without a status makes progress if it runs for so long
+NO_PROGRESS = 3  # crashes in a row without progress before giving up
+PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
-ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # reasons to requeue the job
+ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -79,7 +80,7 @@ def main():
         log(f"error: cannot start {command[0]}: there is no such program")
         return 2
     if os.environ.get("DRY_RUN") or os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py"):
-        # Nothing to keep alive.
+        # There is nothing to restart.
         os.execvpe(command[0], command, {**os.environ, "ATTEMPT": "1"})
     directory = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs") / f"supervise_{job_name()}"
     directory = directory.resolve()
@@ -94,26 +95,26 @@ def main():
 def log(text):
     try:
         print(f"supervise.py: {text}", file=sys.stderr, flush=True)
-    except OSError:  # a terminal that was closed, a `tee` ended by Ctrl-C
+    except OSError:  # the terminal was closed, or Ctrl-C ended a `tee`
         sys.stderr = open(os.devnull, "w")
 
 
 class Supervisor:
-    """COMMAND, launched as often as needed."""
+    """Runs COMMAND as often as needed."""
 
     def __init__(self, command, directory, local, stop_seconds, max_duration):
         self.command, self.stop_seconds, self.began = command, stop_seconds, time.time()
-        self.directory = directory  # for files that the training writes: all nodes see it
-        self.stop_file = local / "STOP"  # on this host, where a network file system is not late
-        self.run_dir = None  # once the training has told
+        self.directory = directory  # for files that the training writes; all nodes see it
+        self.stop_file = local / "STOP"  # on a local disk: a network file system may lag
+        self.run_dir = None  # reported by the training
         self.deadline = min(end_of_job() or float("inf"), self.began + max_duration)
-        self.signals = []  # (name, time), as they came
-        self.count = 0  # of attempts by this process
+        self.signals = []  # (name, time) of each signal received
+        self.count = 0  # attempts by this process
         self.restarts = self.crashes = 0
         self.nodes = self.nodes_at_first = nodes_of_job()
-        self.asked_slurm, self.missing = 0.0, []  # when it was asked for lost nodes; its answer
+        self.asked_slurm, self.missing = 0.0, []  # time and result of the last query for lost nodes
         self.stopping_since = None
-        self.killed = False  # by us, because it did not stop by itself
+        self.killed = False  # by us, because it did not stop
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
             number = getattr(signal, name)
             if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -123,13 +124,13 @@ class Supervisor:
         self.signals.append((signal.Signals(number).name, time.time()))
 
     def keep_alive(self, max_restarts):
-        """Attempt after attempt. Returns the exit code."""
+        """Run attempts until the training ends. Returns the exit code."""
         while True:
             attempt = self.attempt()
             cause, reason = attempt["cause"], attempt["reason"]
             if cause == "in use" and self.free_stale_lock():
                 continue
-            if cause != "in use":  # by another job, to which the attempt log belongs
+            if cause != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
             if cause in ("finished", "stopped") and attempt["world_size"]:
                 log(goodput(self.attempts()))
@@ -155,10 +156,12 @@ class Supervisor:
                 if cause in WOULD_REPEAT:
                     why = "a restart would not help"
                 elif asked:
-                    why = "as you asked"
+                    why = "a stop was requested"
                 elif self.crashes >= NO_PROGRESS:
                     why = f"{self.crashes} crashes without progress"
-                log(f"error: {what}. Giving up: {why}. After fixing it: {self.again()}")
+                log(
+                    f"error: {what}. Giving up: {why}. After fixing it, resume with: {self.again()}"
+                )
                 return 2 if cause in ("configuration", "in use") else 1
             self.restarts += 1
             where = f"from step {attempt['saved_step']}"
@@ -166,7 +169,7 @@ class Supervisor:
             time.sleep(0 if self.crashes == 0 else 2)
 
     def may_requeue(self, cause):
-        """Whether a crash is one that another run of the Slurm job may get over."""
+        """Whether requeueing the Slurm job may help after this crash."""
         if self.crashes >= NO_PROGRESS:
             return False
         too_few_nodes = cause == "configuration" and self.nodes != self.nodes_at_first
@@ -181,7 +184,7 @@ class Supervisor:
     # ------------------------------------------------------------------------- one attempt
 
     def attempt(self):
-        """One launch to its end: its line for the attempt log."""
+        """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
         name = f"{HOST}_{os.getpid()}_{self.count}"
         self.status_file = self.directory / f"status_{name}.json"
@@ -220,7 +223,7 @@ class Supervisor:
         }
 
     def environment(self):
-        """Of the next attempt."""
+        """The environment of the next attempt."""
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         env = {
             **os.environ,
@@ -232,7 +235,7 @@ class Supervisor:
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
-            # Slurm may not have seen the end of the step before, least of all on a lost node.
+            # Slurm may not have noticed that the previous step has ended, above all on a lost node.
             env["SLURM_OVERLAP"] = "1"
         if self.nodes != self.nodes_at_first:
             env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)
@@ -240,9 +243,9 @@ class Supervisor:
         return env
 
     def cause(self, code, status, failure):
-        """(one word, a sentence)"""
+        """Why an attempt ended: (one of the causes above, reason)."""
         names = [name for name, _ in self.signals]
-        # A training whose launcher was killed is stopped by the kernel's SIGTERM, and saves.
+        # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
         orphaned = code in (-9, 137) and not self.signals
         if status.get("state") in ("finished", "stopped") and not orphaned:
             by_us = status["reason"] == "STOP file" and self.stopping_since
@@ -259,13 +262,13 @@ class Supervisor:
             rank = f"rank {failure['rank']} on " if "rank" in failure else ""
             return failure["cause"], f"{rank}{failure['host']}: {failure['reason']}"
         if self.killed:
-            return "killed", "it did not stop in time, or you asked twice"
+            return "killed", "it did not stop in time, or you pressed Ctrl-C twice"
         if code == 2:
             return "configuration", "see the error above"
         return "killed", f"exit code {code} and no error report; out of memory? (see dmesg)"
 
     def run(self, env):
-        """Run COMMAND until it ends, or is killed. Returns its exit code."""
+        """Run COMMAND until it ends or is killed. Returns its exit code."""
         try:
             child = subprocess.Popen(
                 self.command, env=env, start_new_session=True, preexec_fn=die_with_parent
@@ -280,23 +283,23 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 self.look_after(child)
         while code < 0 and self.signals and not self.killed and is_alive(child):
-            self.look_after(child)  # the scheduler has killed a shell, but its children are saving
+            self.look_after(child)  # the scheduler killed the shell, but its children still save
             time.sleep(0.2)
-        kill_group(child)  # what its first process may have left
+        kill_group(child)  # processes that COMMAND may have left behind
         for file in self.stop_files():
             if self.stopping_since and file.exists():
                 file.unlink()
         return code
 
     def look_after(self, child):
-        """Note the run directory, pass on requests to stop, end a step that has lost a node."""
+        """Note the run directory, pass on stop requests, kill an attempt that has lost a node."""
         status = read_json(self.status_file) if self.running else {}
-        if status.get("state"):  # it owns the run directory now
+        if status.get("state"):  # it now owns the run directory
             self.run_dir = status["run_dir"]
             self.record({**self.running, "cause": "running"})
             self.running = None
         if len(self.nodes) > 1 and time.time() > self.asked_slurm + 20:
-            # A step that lost a node may neither end nor, the next one, begin.
+            # After losing a node, a step may never end, and the next one may never start.
             missing = nodes_lost(self.nodes)
             if missing and missing == self.missing:
                 log(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
@@ -307,7 +310,7 @@ class Supervisor:
         if (self.signals or out_of_time) and not self.stopping_since:
             self.stopping_since = time.time()
             reason = self.signals[0][0] if self.signals else "time limit"
-            log(f"{reason}: the training saves and stops; Ctrl-C again kills it")
+            log(f"{reason}: saving and stopping; press Ctrl-C again to kill the training")
             for file in self.stop_files():
                 try:
                     file.touch()
@@ -324,7 +327,7 @@ class Supervisor:
         return [self.stop_file, *([Path(self.run_dir) / "STOP"] if self.run_dir else [])]
 
     def free_stale_lock(self):
-        """Remove the lock of a job that is gone: on NFS version 3, a lost node never frees it."""
+        """Remove the lock of a job that is gone: on NFSv3, a lost node never releases it."""
         file = Path(self.run_dir or self.directory) / "lock"
         owner = re.match(r"attempt (\d+)\.", "\n".join(lines_of(file)))
         if not owner or not job_is_gone(owner[1]):
@@ -343,9 +346,9 @@ class Supervisor:
         return [record for record in map(parse_json, lines) if record.get("cause") != "running"]
 
     def record(self, attempt):
-        """Add a line, in place of the one that told that this attempt is running.
+        """Write the attempt's line, replacing its line with the cause "running".
 
-        Such a line of another attempt is one whose supervisor was killed: it ended before ours.
+        If another attempt still has such a line, its supervisor was killed: complete it here.
         """
         records = [parse_json(line) for line in lines_of(self.log_file())]
         records = [r for r in records if r and r["attempt"] != attempt["attempt"]]
@@ -364,21 +367,21 @@ class Supervisor:
             log(f"WARNING: cannot write {self.log_file()}: {error}")
 
     def last_record(self):
-        """Of the training's metrics."""
+        """The last record in metrics.jsonl."""
         lines = lines_of(Path(self.run_dir) / "metrics.jsonl")[-3:] if self.run_dir else []
         return ([record for record in map(parse_json, lines) if record] or [{}])[-1]
 
     def clean_up(self):
         try:
-            self.directory.rmdir()  # unless an attempt log is there
+            self.directory.rmdir()  # fails if it holds the attempt log
         except OSError:
             pass
 
 
 def goodput(attempts):
-    """The share of the time since the first attempt began that became steps of the final model.
+    """The share of the time since the first attempt that was spent on steps of the final model.
 
-    Of an attempt, the steps count that were saved; evaluating and saving count as steps.
+    Only steps that were saved count. Time for evaluation and saving is included.
     """
     wall = max(1e-9, attempts[-1]["end"] - attempts[0]["start"])
     trained = sum(attempt["train_seconds"] for attempt in attempts)
@@ -389,7 +392,7 @@ def goodput(attempts):
     noun = "attempt" if len(attempts) == 1 else "attempts"
     return (
         f"goodput {(trained - lost) / wall:.1%}: of {wall:.0f} s in {len(attempts)} {noun}, "
-        f"{trained - lost:.0f} s of steps that count, {lost:.0f} s of steps that were lost, "
+        f"{trained - lost:.0f} s of useful steps, {lost:.0f} s of lost steps, "
         "the rest start-up and waiting"
     )
 
@@ -418,7 +421,7 @@ def parse_json(text):
 
 
 def kill_group(child):
-    """SIGTERM; SIGINT, at which our launchers kill all; SIGKILL. Returns when all are gone."""
+    """Send SIGTERM, then SIGINT (our launchers then kill all), then SIGKILL, until all are gone."""
     for number, seconds in ((signal.SIGTERM, 2), (signal.SIGINT, 6), (signal.SIGKILL, 5)):
         try:
             os.killpg(child.pid, number)
@@ -432,7 +435,7 @@ def kill_group(child):
 
 
 def is_alive(child):
-    """Whether anything of its process group is."""
+    """Whether any process of its group is alive."""
     child.poll()
     try:
         os.killpg(child.pid, 0)
@@ -442,7 +445,7 @@ def is_alive(child):
 
 
 def die_with_parent():
-    """If supervise.py is killed, the launch stops; in sbatch Slurm does that, more gently."""
+    """Stop the launch if supervise.py is killed; in a batch job, Slurm does that."""
     if sys.platform == "linux" and os.environ.get("ENVIRONMENT") != "BATCH":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -456,7 +459,7 @@ def job_name():
 
 
 def slurm(*command):
-    """What a command of Slurm prints; None if it fails."""
+    """The output of a Slurm command; None if it fails."""
     try:
         result = subprocess.run(command, capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -465,7 +468,7 @@ def slurm(*command):
 
 
 def end_of_job():
-    """In seconds since 1970; None if it is not known."""
+    """The end of the job's time in seconds since 1970; None if it is not known."""
     job = os.environ.get("SLURM_JOB_ID")
     if os.environ.get("SLURM_JOB_END_TIME"):
         return float(os.environ["SLURM_JOB_END_TIME"])
@@ -482,7 +485,7 @@ def nodes_of_job():
 
 
 def nodes_lost(nodes):
-    """Those that Slurm does not hear from; never the one that this runs on."""
+    """The nodes that do not respond to Slurm; never this one."""
     nodes = [node for node in nodes if node != os.environ.get("SLURMD_NODENAME")]
     if not nodes:
         return []
@@ -492,7 +495,7 @@ def nodes_lost(nodes):
 
 
 def job_is_gone(job):
-    """Whether Slurm answers, and no longer knows the job, or knows that it has ended."""
+    """Whether Slurm responds and reports the job as ended or unknown."""
     if slurm("sinfo", "--noheader") is None:
         return False
     state = slurm("squeue", "--noheader", "--states=all", "--job", job, "--format=%T")
@@ -500,7 +503,7 @@ def job_is_gone(job):
 
 
 def requeue():
-    """Whether this Slurm job will start again by itself."""
+    """Requeue this Slurm job. Returns whether Slurm will start it again."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return False
@@ -509,7 +512,7 @@ def requeue():
         log(f"job {job} is {facts.get('JobState')}: the rest is up to Slurm")
         return True
     log(f"requeueing job {job}")
-    # This ends the job at once, so everything must be on disk by now.
+    # This kills the job at once, so everything must be on disk by now.
     return slurm("scontrol", "requeue", job) is not None
 
 

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Does distributed training work here? scripts/doctor.py looks at all nodes and the network between
-# them; then all processes train 20 steps, and the last 10 of them again from a checkpoint: both must
-# end with the same weights, bit for bit. Ends in one line, PASS or FAIL with the reason, in a minute.
+# Tests distributed training on this machine or allocation, in about a minute. scripts/doctor.py checks
+# all nodes and the network. Then all processes train 20 steps, and a second run resumes at step 10: both
+# must end with the same weights, bit for bit. The last line is PASS, or FAIL with the reason.
 #
-# Usage: scripts/test_distributed.sh [N]    N processes on this machine      (default: as many as GPUs)
-#                                           (without GPUs: 2)
-#        scripts/test_distributed.sh        inside of an allocation (salloc, sbatch, qsub): on all of it
+# Usage: scripts/test_distributed.sh [N]    N processes on this machine (default: one per GPU, or 2)
+#        scripts/test_distributed.sh        in an allocation (salloc, sbatch, qsub): on all its nodes
 #
-# Environment (and that of scripts/cluster_train.sh):
-#   DRY_RUN  1: print the commands only    []
+# Environment (see also scripts/cluster_train.sh):
+#   DRY_RUN  1: only print the commands    []
 #
 # Examples:
 #   scripts/test_distributed.sh 2
@@ -31,7 +30,7 @@ finish() {
   exit 1
 }
 
-# launch LOG OPTIONS...: as a user would here; what is said goes to the screen and to that file.
+# launch LOG OPTIONS...: runs the launcher that fits here; its output also goes to LOG.
 launch() {
   local command=(scripts/cluster_train.sh) log="$directory/$1.log"
   if [[ -n "${SLURM_JOB_ID:-}" ]]; then
@@ -43,18 +42,18 @@ launch() {
   if [[ -n "$DRY_RUN" ]]; then
     echo "\$ ${TRAIN_SCRIPT:+TRAIN_SCRIPT=$TRAIN_SCRIPT }${command[*]}"
   elif ! "${command[@]}" |& tee "$log"; then
-    finish "FAIL: $(grep -m 1 -E 'error: |^FAIL' "$log" || tail -n 1 "$log") (all of it: $log)"
+    finish "FAIL: $(grep -m 1 -E 'error: |^FAIL' "$log" || tail -n 1 "$log") (full log: $log)"
   fi
 }
 
-# train RUN OPTIONS...: to step 20.
+# train RUN OPTIONS...: trains to step 20.
 train() {
   launch "$1" --checkpoint-dir "$directory/$1" --stop-at-step 20 --checkpoint-every-steps 10 \
     --batch-size 8 --epochs 100 --warmup-epochs 0 --deterministic --hang-timeout 60 \
     "${@:2}"
 }
 
-# compare A B: are the weights and the optimizer's state of the two checkpoints the same?
+# compare A B: succeeds if the weights and optimizer states of the two checkpoints are equal.
 compare() {
   "${python[@]}" - "$@" <<'END'
 import sys, torch
@@ -87,8 +86,8 @@ main() {
   train resumed --resume "$directory/straight/checkpoint_step_10.pt"
   [[ -z "$DRY_RUN" ]] || exit 0
   compare "$directory"/{straight,resumed}/checkpoint_step_20.pt ||
-    finish "FAIL: resumed at step 10, the weights are others than without (see $directory)"
-  finish "PASS: 20 steps, and the last 10 again from a checkpoint, end with the same weights"
+    finish "FAIL: the run resumed at step 10 ends with different weights (see $directory)"
+  finish "PASS: 20 steps and a run resumed at step 10 end with the same weights"
 }
 
 main "$@"

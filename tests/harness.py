@@ -1,8 +1,8 @@
 """Runs train_distributed.py as real processes, without paying for `import torch` each time.
 
-A fork server imports torch and the trainer once. Every rank is then a process of its own, forked
-from it, with its own environment and standard streams, over gloo; nothing of the trainer is
-replaced. Tests of the command line (`python train_distributed.py`, torchrun) start from scratch.
+A fork server imports torch and the trainer once. Every rank is a process forked from it, with its
+own environment and standard streams, on gloo; no part of the trainer is replaced. Tests of the
+command line (`python train_distributed.py`, torchrun) start new interpreters.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ BF16_PRODUCT = [sys.executable, "-c", BF16_PRODUCT]
 SHARED_MNIST = REPO.parent / "shared" / "data"
 LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)|RANK$|WORLD_SIZE$")
 
-# Writes down the samples of each (step, micro-batch) as the loader takes them from the sampler.
+# Records the samples of each (step, micro-batch) as the loader takes them from the sampler.
 RECORD = """if True:
     import json, os
     from train_distributed import MicroBatchSampler
@@ -57,7 +57,7 @@ RECORD = """if True:
     MicroBatchSampler.__iter__ = recorded
 """
 
-# The disk of a process takes some seconds, once, after it has received a signal.
+# One fsync takes some seconds after the process has received a signal.
 SLOW_DISK = """if True:
     import os, signal, time
 
@@ -79,7 +79,7 @@ SLOW_DISK = """if True:
     signal.signal, os.fsync = slow_signal, slow_fsync
 """
 
-# For the launchers in place of the trainer: it saves for a while, into --to=DIRECTORY.
+# Replaces the trainer in tests of the launchers: takes some seconds to save to --to=DIRECTORY.
 SLOW_TO_SAVE = """
 import os, signal, sys, time
 def save(*_):
@@ -130,14 +130,14 @@ class Result:
             for line in path.read_text().splitlines():
                 step, micro, ids = json.loads(line)
                 if not ids:
-                    continue  # it borrowed one, with weight 0
+                    continue  # an empty micro-batch: one borrowed sample with weight 0
                 assert steps.setdefault(step, {}).setdefault(micro, ids) == ids
         assert steps, "nothing was recorded"
         return steps
 
 
 def write_mnist(root: Path, train: int, test: int) -> Path:
-    """A small MNIST in torchvision's layout, made of the first digits of the shipped sample."""
+    """A small MNIST in torchvision's layout, from the first digits of the shipped sample."""
     for name, count in (("train", train), ("t10k", test)):
         for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
             source = REPO / "data/mnist_sample/MNIST/raw" / f"{name}-{kind}-ubyte"
@@ -162,13 +162,13 @@ def write_images(root: Path) -> Path:
 
 
 def copy_repository(to: Path) -> Path:
-    """As a fresh clone would be, with what is not committed yet."""
+    """Like a fresh clone, but with uncommitted changes."""
     ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
     return shutil.copytree(REPO, to, symlinks=True, ignore=ignore)
 
 
 def load(path: Path):
-    """The module in that file, under its name there."""
+    """Import the file as a module with the same name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
@@ -177,10 +177,10 @@ def load(path: Path):
 
 
 def processes_with(name: str, value) -> dict[int, str]:
-    """{pid: command line} of this machine's processes that have NAME=VALUE in their environment."""
+    """{pid: command line} of the processes with NAME=VALUE in their environment."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended in the meantime
+        with suppress(OSError):  # the process has ended in the meantime
             if f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().decode()
     return found
@@ -193,7 +193,7 @@ def free_port() -> int:
 
 
 def steps_of(directory: Path) -> int:
-    """How many records the run has written, which is its step with --log-every-steps=1."""
+    """The number of records written, which is the step if --log-every-steps=1."""
     path = directory / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -218,7 +218,7 @@ def signal_all(processes, number: int) -> None:
 def bf16_settings(command: list[str]) -> dict[str, str] | None:
     """Variables that let a command use bf16 on this CPU; None if nothing helps.
 
-    Some virtual machines advertise AMX and trap it: the process dies of SIGILL.
+    Some virtual machines list AMX but trap it: the process is killed by SIGILL.
     """
     for settings in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}):
         if subprocess.run(command, env=os.environ | settings, capture_output=True).returncode == 0:
@@ -235,7 +235,7 @@ def _rank(argv: list[str], env: dict[str, str], log: str, before: str) -> None:
             del os.environ[name]
     os.environ.update(env)
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as by default
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers; the default
     exec(before, {"argv": argv})
     sys.argv = argv
     if argv[0].endswith("guard.py"):
@@ -256,10 +256,10 @@ def run_ranks(
     timeout: float = 120,
     directory: Path | None = None,
 ) -> Result:
-    """Run the trainer or guard.py with so many ranks, as torchrun would start and end them.
+    """Run the trainer or guard.py on `ranks` ranks, which start and end as under torchrun.
 
-    env(rank) are variables besides torchrun's; None takes one away. `before` is Python code that
-    each rank executes first; `during(processes)` may interfere.
+    env(rank) returns variables in addition to torchrun's; None removes a variable. `before` is
+    Python code that each rank executes first; during(processes) is called while they run.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
     logs, processes = tempfile.mkdtemp(prefix="ranks-"), []
@@ -302,10 +302,10 @@ NO_LAUNCHER = dict.fromkeys(
 def launch(
     directory: Path, ranks: int, *options: str, env: dict | None = None, record=False, **more
 ) -> Result:
-    """run_ranks() for the trainer with this run directory. A single rank has no launcher.
+    """run_ranks() for the trainer with this run directory. A single rank runs without a launcher.
 
-    With record, Result.samples() tells what the ranks consumed (if the loader has no workers,
-    which read ahead).
+    With record, Result.samples() returns the samples consumed (needs a loader without workers,
+    which would read ahead).
     """
     variables = (NO_LAUNCHER if ranks == 1 else {}) | (env or {})
     if record:
@@ -315,7 +315,7 @@ def launch(
 
 
 def join_like_torchrun(processes, deadline: float) -> None:
-    """Wait for all; when one has failed, the others get SIGTERM."""
+    """Wait for all; if one fails, send SIGTERM to the others."""
     while alive := [process for process in processes if process.is_alive()]:
         if time.monotonic() > deadline:
             return
@@ -328,14 +328,14 @@ def join_like_torchrun(processes, deadline: float) -> None:
 
 
 def train(directory: Path, ranks: int, *options: str, **more) -> Result:
-    """launch() for a training that should succeed."""
+    """launch() for a training run that should succeed."""
     result = launch(directory, ranks, *options, **more)
     assert result.codes == [0] * ranks, "\n".join(result.out + result.err)
     return result
 
 
 def assert_same_state(a: dict, b: dict) -> None:
-    """Weights, optimizer and position of two checkpoints are the same, bit for bit."""
+    """Check that weights, optimizer and step of two checkpoints are identical, bit for bit."""
     assert a["global_step"] == b["global_step"]
     assert a["model"].keys() == b["model"].keys()
     for name, tensor in a["model"].items():

@@ -153,12 +153,12 @@ FAR = {"milliseconds": 40.0}
     ("changes", "expected"),
     [
         ({}, ["OK : TCP 20.0 to 20.0 Gbit/s"]),
-        ({"ab": FAR, "ba": FAR}, ["WARN a and b: 40 ms there and back"]),
+        ({"ab": FAR, "ba": FAR}, ["WARN a and b: 40 ms round trip"]),
         (
             {"ab": FAR, "ba": FAR, "bc": FAR, "cb": FAR},
-            ["WARN b: 40 ms there and back to each of the others"],
+            ["WARN b: 40 ms round trip to each of the others"],
         ),
-        ({"ab": {"milliseconds": 50.0}, "bc": FAR}, ["WARN a and b: 50 ms there and back"]),
+        ({"ab": {"milliseconds": 50.0}, "bc": FAR}, ["WARN a and b: 50 ms round trip"]),
         (
             {"cb": {"milliseconds": 0.1, "gbit": 1.0, "lost": 0.03}},
             ["WARN c: 3.0% of the packets that it sends to b are lost"],
@@ -212,4 +212,4 @@ def test_another_program_on_the_master_port_is_named():
         code += "doctor.guard.launch_environment(os.environ)); rank.info = {}; rank.meet(); "
         code += "print(rank.findings[0], flush=True); os._exit(0)"
         output, _ = rank_of_two(1, port, code).communicate(timeout=60)
-    assert f"has no store at localhost:{port}: another program answers there" in output
+    assert f"cannot open the store at localhost:{port}: another program answers there" in output

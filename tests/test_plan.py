@@ -146,7 +146,7 @@ def test_ranks_that_wait_for_others_count_against_linear_scaling(planned):
     )
     assert share == pytest.approx(100 * speed / 8000, abs=0.1) and 60 < share <= 62.5
     assert "10 micro-batches on 8 ranks" in printed["WARN"]
-    assert "--global-batch-size 1024 occupies all" in printed["WARN"]
+    assert "--global-batch-size 1024 keeps all busy" in printed["WARN"]
     assert "WARN" not in planned(*words, "--global-batch-size=1024")
 
 

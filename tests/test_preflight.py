@@ -136,7 +136,7 @@ def test_a_master_that_is_another_host(check):
 
 def test_a_master_that_is_this_host_everywhere(check):
     code, _, error = check(*where(1, "localhost", 29400), "x.py")
-    assert code == 2 and "master localhost is 127.0.0.1 here, this node itself" in error
+    assert code == 2 and "resolves to 127.0.0.1, which is this node itself" in error
 
 
 def test_harmful_variables_are_warnings(check):

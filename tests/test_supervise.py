@@ -78,7 +78,7 @@ def test_crashes_without_progress_are_retried_twice(tmp_path, supervise):
     code, text = supervise(*CRASH)
     assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 3
     assert "error: killed at step 0: exit code 1 and no error report" in text
-    assert "Giving up: 3 crashes without progress. After fixing it: " in text
+    assert "Giving up: 3 crashes without progress. After fixing it, resume with: " in text
 
 
 def test_there_are_no_more_restarts_than_max_restarts(tmp_path, supervise):
@@ -111,7 +111,7 @@ def test_ctrl_c_stops_saves_and_tells_how_to_resume(tmp_path, tiny, start, super
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 0, text
-    assert "SIGINT: the training saves and stops; Ctrl-C again kills it" in text
+    assert "SIGINT: saving and stopping; press Ctrl-C again to kill the training" in text
     assert f"supervise.py: stopped (SIGINT); to resume: {SUPERVISE} {sys.executable} " in text
     assert causes(tmp_path) == ["stopped"] and not (tmp_path / "run/STOP").exists()
     step = json.loads((tmp_path / "run/status.json").read_text())["global_step"]
@@ -146,7 +146,7 @@ def test_a_second_ctrl_c_kills_what_does_not_stop(start):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=30)
-    assert process.returncode == 1 and "Giving up: as you asked" in text
+    assert process.returncode == 1 and "Giving up: a stop was requested" in text
 
 
 def test_a_scheduler_that_kills_the_shell_around_it_lets_the_training_save(tmp_path, start):
@@ -286,7 +286,7 @@ def test_a_script_of_ones_own_is_stopped_by_the_clock_that_it_cannot_read(tmp_pa
     (tmp_path / "own.py").write_text(OWN_SCRIPT)
     command = [sys.executable, tmp_path / "own.py"]
     code, text = supervise(*command, cwd=tmp_path, MAX_DURATION="2")
-    assert code == 0 and "time limit: the training saves and stops" in text
+    assert code == 0 and "time limit: saving and stopping" in text
     (attempt,) = attempts(tmp_path)
     assert (attempt["cause"], attempt["reason"]) == ("stopped", "time limit")
     assert (tmp_path / "step").exists()

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# PBS (OpenPBS, PBS Pro, Torque): torchrun on every node of the job, through pbsdsh. Change the directives
-# below, or give qsub others on the command line. scripts/supervise.py starts a crashed training again.
+# PBS (OpenPBS, PBS Pro, Torque): starts torchrun on every node of the job, with pbsdsh. Edit the directives
+# below or override them on qsub's command line. scripts/supervise.py restarts the training after a crash.
 #
-# Usage: qsub [options of qsub] scripts/pbs/pbs_train.sh    (from the repository; arguments: ARGS)
+# Usage: qsub [options of qsub] scripts/pbs/pbs_train.sh    (from the repository; arguments in ARGS)
 #        bash scripts/pbs/pbs_train.sh [config] [options of train_distributed.py]    (in qsub -I)
 #        bash scripts/pbs/pbs_train.sh --help
 #
-# Environment (qsub -v NAME=VALUE; and that of scripts/cluster_train.sh and scripts/supervise.py):
-#   ARGS       config and options, which not every qsub can pass on as arguments    []
-#   REPO_ROOT  this repository                            [where qsub was called]
+# Environment (qsub -v NAME=VALUE; see also scripts/cluster_train.sh and scripts/supervise.py):
+#   ARGS       config and options: not every qsub passes arguments to the script    []
+#   REPO_ROOT  path of this repository                    [the directory where qsub was called]
 #   LOG_DIR    a directory that all nodes see             [logs]
-#   DRY_RUN    1: print the commands only                 []
+#   DRY_RUN    1: only print the commands                 []
 #
 # Examples:
 #   qsub scripts/pbs/pbs_train.sh
@@ -20,7 +20,7 @@
 #PBS -l select=2:ncpus=32:ngpus=4
 #PBS -l place=scatter
 #PBS -j oe
-# Torque, instead of the two lines with -l:
+# For Torque, replace the two -l lines by:
 ##PBS -l nodes=2:ppn=32:gpus=4
 
 set -euo pipefail
@@ -35,11 +35,11 @@ fail() {
   exit 2
 }
 
-# on_node DIRECTORY RANK: what pbsdsh starts on each node, almost without an environment. The exit code goes
-# into a file, because that of pbsdsh is always 0 (OpenPBS).
+# on_node DIRECTORY RANK: what pbsdsh starts on each node, with almost no environment. It writes the exit
+# code to a file, because pbsdsh always returns 0 (OpenPBS).
 on_node() {
   local status=0
-  trap : TERM # from PBS, to every process; node.py passes it on
+  trap : TERM # PBS sends it to every process; node.py forwards it
   cd "$(dirname "${BASH_SOURCE[0]}")/../.."
   exec < <(requests "$@")
   python3 scripts/ssh/node.py || status=$?
@@ -47,33 +47,33 @@ on_node() {
   echo "$status" >"$1/new$2" && mv "$1/new$2" "$1/status$2"
 }
 
-# requests DIRECTORY RANK: the input of node.py.
+# requests DIRECTORY RANK: prints the input of node.py.
 requests() {
   trap '' TERM
   cat "$1/request$2"
-  rm "$1/request$2" # it holds the environment
+  rm "$1/request$2" # it contains the environment
   while [[ -d "$1" && ! -e "$1/failed" ]]; do
     sleep 0.5
   done
   echo end
 }
 
-# start SLOT RANK HOST COMMAND...: on_node there, until it ends; the first exit code but 0 goes into the file
-# `failed`, which ends the other nodes.
+# start SLOT RANK HOST COMMAND...: runs on_node there until it exits. The first nonzero exit code is written
+# to the file `failed`, which stops the other nodes.
 start() {
-  local status=255 tenths=300 # if it does not start, or is killed
+  local status=255 tenths=300 # 255 if it does not start or is killed
   (umask 077 && "${PYTHON:-python3}" scripts/ssh/node.py --request "${@:4}" >"$directory/request$2")
   pbsdsh -n "$1" -- /bin/bash "$PWD/scripts/pbs/pbs_train.sh" --node "$directory" "$2" ||
-    until [[ -s "$directory/status$2" ]] || ((tenths-- == 0)); do # at a signal, pbsdsh ends first
+    until [[ -s "$directory/status$2" ]] || ((tenths-- == 0)); do # after a signal, pbsdsh exits first
       sleep 0.1
     done
   [[ ! -s "$directory/status$2" ]] || status="$(<"$directory/status$2")"
   if [[ "$status" != 0 ]] && (set -C && echo "$status" >"$directory/failed") 2>/dev/null; then
-    echo "pbs_train.sh: error: $3 failed (exit code $status), so it ends on all nodes" >&2
+    echo "pbs_train.sh: error: $3 failed (exit code $status), so all nodes were stopped" >&2
   fi
 }
 
-# end: at Ctrl-C, the nodes still run. In a batch job, PBS kills what is left.
+# end: stops the nodes, which still run after Ctrl-C. In a batch job, PBS kills what is left.
 end() {
   trap '' INT TERM
   touch "$directory/failed"
@@ -90,7 +90,7 @@ main() {
     exit
   fi
   [[ -f "${PBS_NODEFILE:-}" ]] || fail "this is for qsub; without PBS: scripts/cluster_train.sh"
-  [[ -n "$(command -v pbsdsh)" ]] || fail "there is no pbsdsh on $(hostname), which starts the nodes"
+  [[ -n "$(command -v pbsdsh)" ]] || fail "cannot find pbsdsh on $(hostname)"
   if [[ $# == 0 ]]; then
     read -r -a words <<<"$ARGS"
     set -- "${words[@]}"
@@ -107,7 +107,7 @@ main() {
     shift
   fi
   if [[ -z "$DRY_RUN" && -z "${ATTEMPT:-}" ]]; then
-    # It calls this file again, with ATTEMPT set, as often as it takes.
+    # supervise.py calls this file again, with ATTEMPT set, for each attempt.
     exec "${PYTHON:-python3}" scripts/supervise.py bash scripts/pbs/pbs_train.sh "$config" "$@"
   fi
   mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
@@ -117,10 +117,10 @@ main() {
     trap end EXIT
     trap exit INT
     (umask 077 && mkdir -p "$directory")
-    trap '' TERM # of qdel: PBS sends it to the workers too, which stop and save
+    trap '' TERM # from qdel: PBS also sends it to the workers, which save and stop
   fi
   for rank in "${!hosts[@]}"; do
-    # PBS names a host once per slot; pbsdsh counts the slots.
+    # PBS lists a host once per slot; pbsdsh takes the number of a slot.
     slot="$(awk -v host="${hosts[rank]}" '$1 == host { print NR - 1; exit }' "$PBS_NODEFILE")"
     command=(scripts/cluster_train.sh "$config" "${#hosts[@]}" "$rank" "${MASTER_ADDR:-${hosts[0]}}" "$port" "$@")
     echo "\$ pbsdsh -n $slot --$(printf ' %q' "${command[@]}")"

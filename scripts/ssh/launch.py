@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run scripts/cluster_train.sh on all hosts, through ssh or pdsh, in the environment of here.
+"""Run scripts/cluster_train.sh on all hosts, by ssh or pdsh, with this process's environment.
 
 Usage: scripts/ssh/launch.py [--pdsh] HOST [HOST ...] -- CONFIG [options of the training script]
 
-For launch_torchrun_auto.sh and launch_pdsh_multinode.sh, whose --help says what it does. For each
-host it starts `launch.py --connect`, which starts ssh, which runs node.py there.
-Exit code: that of the first node that failed (255: ssh); 2 user error; 130 after two Ctrl-C.
+Called by launch_torchrun_auto.sh and launch_pdsh_multinode.sh; see their --help. For each host, it
+starts `launch.py --connect`, which starts ssh, which runs node.py on the host.
+Exit code: that of the first node that failed (255: ssh); 2 user error; 130 after a second Ctrl-C.
 """
 
 import collections
@@ -22,8 +22,8 @@ from contextlib import suppress
 
 from node import END_SECONDS, HANG_SECONDS, exit_code, request, stop_with_parent
 
-# An ssh that has lost its connection exits after 3 x 15 seconds. Only `exec bash -s` is on the
-# host's command line: no login shell splits any other word, and no `ps` shows a secret.
+# If the connection is lost, ssh exits after 3 x 15 seconds. The remote command line is only
+# `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
 SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
 RUN = """cd {} 2>/dev/null || {{
   echo "launch.py: error: $(hostname): the repository is not at the same path here: set REPO_ROOT"
@@ -54,22 +54,22 @@ def main():
 
 
 def free_port(host, root):
-    """On that host; "" if it does not answer."""
+    """A free port on that host; "" if ssh fails."""
     ask = RUN.format(root, "guard.py --free-port").encode()
     answer = subprocess.run([*SSH, host, "exec bash -s"], input=ask, stdout=subprocess.PIPE)
     return answer.stdout.decode().strip()
 
 
 class Node:
-    """The launcher's end of the connection to a host."""
+    """The launcher's connection to a host."""
 
     def __init__(self, text):
         self.unsent, self.socket, self.status = text.encode(), None, None
 
     def poll(self):
-        """Send what can be sent. Once ssh has exited, self.status is its exit code."""
+        """Send pending input. Once ssh has exited, self.status is its exit code."""
         if self.socket and self.status is None:
-            with suppress(OSError):  # it takes no more now, or has exited
+            with suppress(OSError):  # the buffer is full, or ssh has exited
                 self.unsent = self.unsent[self.socket.send(self.unsent, socket.MSG_DONTWAIT) :]
             try:
                 self.status = int(self.socket.recv(9, socket.MSG_DONTWAIT) or 255)
@@ -80,10 +80,10 @@ class Node:
 
 
 def run(nodes, with_pdsh):
-    """Run the nodes to their end. Returns the exit code."""
+    """Run until all nodes have exited. Returns the exit code."""
     signals = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, for example
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: signals.append(number))
     failed, word, deadline = None, None, math.inf
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
@@ -112,7 +112,7 @@ def run(nodes, with_pdsh):
                 if word == "end":
                     deadline = time.monotonic() + END_SECONDS + HANG_SECONDS
                 else:
-                    say("Stopping: all nodes save and exit; Ctrl-C again ends them at once")
+                    say("stopping: all nodes save and exit; press Ctrl-C again to kill them")
     if aborted and any(node.status != 0 for node in nodes.values()):
         return 130
     if failed:
@@ -121,7 +121,10 @@ def run(nodes, with_pdsh):
 
 
 def start(hosts, path, with_pdsh):
-    """Start connect() for each host, out of reach of Ctrl-C. Returns [(name, process)]."""
+    """Start connect() for each host in a new session, so that Ctrl-C does not reach it.
+
+    Returns [(name, process)].
+    """
     connect = ["scripts/ssh/launch.py", "--connect", path]
     if with_pdsh:
         pdsh = ["pdsh", "-R", "exec", "-f", str(len(hosts)), "-w", ",".join(hosts)]
@@ -131,19 +134,19 @@ def start(hosts, path, with_pdsh):
         screen = subprocess.DEVNULL if rank else None
         starter = subprocess.Popen([*connect, host], stdout=screen, start_new_session=True)
         starters.append((host, starter))
-        time.sleep(rank % 10 == 9)  # a jump host may refuse many connections at a time
+        time.sleep(rank % 10 == 9)  # a jump host may refuse many connections at once
     return starters
 
 
 def connect(path, host):
-    """Run ssh for one host: its input comes from the launcher; its output goes to the log, too."""
+    """Run ssh for one host: input from the launcher, output to stdout and the log file."""
     with socket.socket(socket.AF_UNIX) as launcher, suppress(ConnectionError, FileNotFoundError):
         launcher.connect(path)
         launcher.sendall(f"{host}\n".encode())
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         command = [*SSH, host, "exec bash -s"]
         ssh = subprocess.Popen(command, stdin=launcher, preexec_fn=stop_with_parent, **output)
-        # -p: the log goes on when nobody reads the screen any more
+        # -p: keep writing the log if stdout is closed
         subprocess.run(["tee", "-p", log_of(host)], stdin=ssh.stdout)
         launcher.sendall(str(exit_code(ssh.wait())).encode())
 
@@ -160,7 +163,7 @@ def report(host, status):
 
 
 def say(text):
-    with suppress(OSError):  # a closed terminal
+    with suppress(OSError):  # the terminal was closed
         print(f"launch.py: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Several machines by hand, as launch_torchrun_multinode.sh, for a PyTorch without torchrun: its workers
-# are started by torch.distributed.launch.
+# Starts one of several machines by hand, like launch_torchrun_multinode.sh, but with
+# torch.distributed.launch: for a PyTorch version without torchrun.
 #
 # Usage: scripts/ssh/launch_multinode.sh CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR [options]
 #
-# Environment: that of launch_torchrun_multinode.sh
+# Environment: see launch_torchrun_multinode.sh
 #
 # Examples:
 #   scripts/ssh/launch_multinode.sh configs/default_config.yaml 4 2 0 node01    # on node01

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# All nodes from one terminal, as launch_torchrun_auto.sh, but pdsh starts them: for many nodes, named as
-# for pdsh. Every line on the screen begins with the host it comes from.
+# Starts all nodes from one terminal, like launch_torchrun_auto.sh, but with pdsh: for many nodes. Each
+# line of output begins with the name of its host.
 #
 # Usage: scripts/ssh/launch_pdsh_multinode.sh CONFIG GPUS_PER_NODE HOSTS [options]
 #
-# HOSTS as for pdsh -w: node[01-16], rack[01-02]-n[1-4], node01,node07. The first one is the master. The
-# options, from the first word with a dash on, go to train_distributed.py.
+# HOSTS as for pdsh -w: node[01-16], rack[01-02]-n[1-4], node01,node07. The first host is the master. All
+# arguments from the first one with a dash on are options of train_distributed.py.
 #
-# Environment: that of launch_torchrun_auto.sh
+# Environment: see launch_torchrun_auto.sh
 #
 # Examples:
 #   scripts/ssh/launch_pdsh_multinode.sh configs/default_config.yaml 8 'node[01-16]'
@@ -25,7 +25,7 @@ main() {
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
     exit
   fi
-  [[ -n "$(command -v pdsh)" ]] || fail "there is no pdsh here: use launch_torchrun_auto.sh"
+  [[ -n "$(command -v pdsh)" ]] || fail "pdsh is not installed here: use launch_torchrun_auto.sh"
   [[ $# -gt 2 && "$3" != -* ]] || fail "no HOSTS: CONFIG GPUS_PER_NODE HOSTS [options]"
   local hosts
   mapfile -t hosts < <(pdsh -R exec -f 1 -N -w "$3" echo %h)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# This machine alone, one worker per GPU.
+# Trains on this machine with one worker per GPU.
 #
 # Usage: scripts/ssh/launch_singlenode.sh CONFIG GPUS [options of train_distributed.py]
 #
-# Environment: that of scripts/cluster_train.sh; DRY_RUN=1 prints the command only
+# Environment: see scripts/cluster_train.sh; DRY_RUN=1 only prints the command
 #
 # Examples:
 #   scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4

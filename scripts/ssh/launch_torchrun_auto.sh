@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# All nodes from one terminal: starts torchrun on each through ssh. Shows the output of node rank 0; that
-# of each node is in LOG_DIR/node_HOST.log. Ctrl-C stops and saves, a second one ends all at once. When a
-# node fails, or this launcher is killed, everything ends on all nodes.
+# Starts torchrun on all nodes from one terminal, by ssh. Shows the output of node rank 0; the output of
+# each node is in LOG_DIR/node_HOST.log. Ctrl-C saves and stops; a second Ctrl-C kills all nodes. If a node
+# fails or this launcher is killed, all nodes stop.
 #
 # Usage: scripts/ssh/launch_torchrun_auto.sh CONFIG GPUS_PER_NODE HOST [HOST ...] [options]
 #
-# Needs ssh to each host without a password, and there python3 (3.8 or newer) and this repository under
-# the same path. The environment goes along, but for what belongs to a host, such as
-# CUDA_VISIBLE_DEVICES. The options, from the first word with a dash on, go to train_distributed.py.
+# Each host needs ssh without a password, python3 (3.8 or newer), and this repository at the same path.
+# The environment is passed on, except for variables of the host, such as CUDA_VISIBLE_DEVICES. All
+# arguments from the first one with a dash on are options of train_distributed.py.
 #
-# Environment (and that of scripts/cluster_train.sh):
-#   MASTER_ADDR  an address of the first host that the others reach    [its name as given]
-#   MASTER_PORT  a free port there                                     [found there]
-#   REPO_ROOT    the repository on the hosts                           [the path of this one]
-#   FAN_OUT      ssh, or pdsh: as launch_pdsh_multinode.sh             [ssh]
-#   LOG_DIR      for node_HOST.log, and the logs on the hosts          [logs]
-#   DRY_RUN      1: print the command only                             []
+# Environment (see also scripts/cluster_train.sh):
+#   MASTER_ADDR  address of the first host, reachable from all hosts   [its name as given]
+#   MASTER_PORT  a free port on the first host                         [found automatically]
+#   REPO_ROOT    path of the repository on the hosts                   [its path here]
+#   FAN_OUT      ssh, or pdsh (as in launch_pdsh_multinode.sh)         [ssh]
+#   LOG_DIR      directory for node_HOST.log and the hosts' logs       [logs]
+#   DRY_RUN      1: only print the command                             []
 #
 # Examples:
 #   scripts/ssh/launch_torchrun_auto.sh configs/default_config.yaml 4 node01 node02

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Several machines by hand: one call on each, in any order, all but NODE_RANK the same. Those that come
-# first wait for the others.
+# Starts one of several machines by hand: call it on each machine, in any order, with the same arguments
+# except NODE_RANK. The first machines wait for the others.
 #
 # Usage: scripts/ssh/launch_torchrun_multinode.sh CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR [options]
 #
-# MASTER_ADDR is a name or address of node rank 0 that all others reach. The options, from the first
-# word with a dash on, go to train_distributed.py.
+# MASTER_ADDR is a name or address of node rank 0 that all machines can reach. All arguments from the
+# first one with a dash on are options of train_distributed.py.
 #
-# Environment (and that of scripts/cluster_train.sh):
-#   MASTER_PORT  free on node rank 0, and the same in all calls    [29400]
+# Environment (see also scripts/cluster_train.sh):
+#   MASTER_PORT  a free port of node rank 0, the same in all calls [29400]
 #
 # Examples:
 #   scripts/ssh/launch_torchrun_multinode.sh configs/default_config.yaml 4 2 0 node01    # on node01

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run a command on this host, for a launcher elsewhere (launch.py, pbs_train.sh), while that lives.
+"""Run a command on this host for a remote launcher (launch.py, pbs_train.sh) while that is alive.
 
-Standard input is, line by line: a request (what `node.py --request COMMAND ...` prints, where the
-launcher is); `stop`, to make the command save and exit; `end`, to give it END_SECONDS for that. The
-end of the input means that the launcher has gone. At the end, every process is killed that the
-command has left: one with the request's id as ON_NODE in its environment, and no other.
-Exit code: the command's; 128 + N if signal N ended it.
+Standard input has one message per line. First a request: the line that `node.py --request
+COMMAND ...` prints on the launcher's host. Later `stop`: the command should save and exit; or
+`end`: it has END_SECONDS to do so. End of input means that the launcher is gone. When the command
+has ended, all processes that it left behind are killed: those with ON_NODE=ID in their environment.
+Exit code: the command's; 128 + N if signal N killed it.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ import time
 import uuid
 from contextlib import suppress
 
-# Who waits how long for whom:
-# END_SECONDS   node.py for its command, then it kills: after `end`, because another node has failed
-#               or Ctrl-C was pressed twice. Ranks that wait for a failed one would never exit.
-# GONE_SECONDS  the same if the launcher is killed or the connection lost, when more ranks may be
-#               able to save. Under supervise.py, which may start again at once: END_SECONDS.
-# HANG_SECONDS  the launcher for its nodes, beyond END_SECONDS; then it exits without them.
-# After `stop`, nobody limits how long the last save takes.
+# Time limits:
+# END_SECONDS   After `end`, node.py kills its command. Another node has failed, or Ctrl-C was
+#               pressed twice; ranks that wait for a failed rank would never exit.
+# GONE_SECONDS  The same if the launcher was killed or the connection lost: more ranks may be able
+#               to save. Under supervise.py, which may restart at once, it is END_SECONDS.
+# HANG_SECONDS  After END_SECONDS and this, the launcher exits without waiting for its nodes.
+# After `stop`, the last save may take any time.
 END_SECONDS, GONE_SECONDS, HANG_SECONDS = 5, 30, 10
 
-# What belongs to a host or a session does not go along.
+# Variables that belong to a host or a session are not passed on.
 PRIVATE = re.compile(
     r"_|BASH.*|DBUS_.*|DISPLAY|EUID|HOME|HOST|HOSTNAME|LOGNAME|MAIL|OLDPWD|ON_NODE|PPID|PWD|SHELL.*"
     r"|SHLVL|SLURM.*|SSH_.*|TERM.*|TMPDIR|TMUX.*|UID|USER|XAUTHORITY|XDG_.*"
@@ -39,16 +39,16 @@ PRIVATE = re.compile(
 
 
 def request(command):
-    """A line that makes node.py run the command in the environment of here."""
+    """The line that makes node.py run the command with this process's environment."""
     environment = {k: v for k, v in os.environ.items() if not PRIVATE.fullmatch(k)}
     return json.dumps({"command": command, "environment": environment, "id": uuid.uuid4().hex})
 
 
 def serve():
-    """Run what standard input asks for. Returns the exit code."""
-    launcher = open(0, "rb", buffering=0)  # select() does not see lines in a buffer
+    """Run the command requested on standard input. Returns the exit code."""
+    launcher = open(0, "rb", buffering=0)  # unbuffered: select() does not see buffered lines
     line, signals = launcher.readline(), []
-    if not line.endswith(b"\n"):  # it has gone already
+    if not line.endswith(b"\n"):  # the launcher is already gone
         return 128 + signal.SIGTERM
     wanted = json.loads(line)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # from a scheduler
@@ -62,7 +62,7 @@ def serve():
     while command.poll() is None and time.monotonic() < deadline:
         ready = select.select([launcher] * (deadline == math.inf), [], [], 0.1)[0]
         word = launcher.readline() or b"gone" if ready else b"stop" * bool(signals)
-        if word and not stopping:  # once: a second SIGTERM would interrupt some scripts' save
+        if word and not stopping:  # once: a second SIGTERM may interrupt a save
             stopping = True
             command.terminate()
         if word in (b"end\n", b"gone"):
@@ -75,14 +75,14 @@ def serve():
 
 
 def stop_with_parent():
-    """In a child: if this process is killed, the kernel stops the child, too."""
+    """For preexec_fn: if this process is killed, the kernel sends the child SIGTERM."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def kill_all(variable):
-    """Kill every process with this in its environment, whoever its parent is by now."""
-    for _ in range(50):  # what is killed may just have started another
+    """Kill every process with this variable in its environment, even if its parent has exited."""
+    for _ in range(50):  # a process may have started another before it was killed
         found = False
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
@@ -95,7 +95,7 @@ def kill_all(variable):
 
 
 def exit_code(code):
-    """As a shell has it: Popen.returncode is -N after signal N."""
+    """The exit code as a shell reports it: Popen.returncode is -N after signal N."""
     return code if code >= 0 else 128 - code
 
 

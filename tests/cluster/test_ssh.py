@@ -648,7 +648,7 @@ def test_the_smoke_check_finds_a_resume_that_is_not_exact(cluster, repo, tmp_pat
     code, text = cluster.on("node01", *command, cwd=repo, TRAIN_SCRIPT=str(script))
     assert code == 1
     last = text.splitlines()[-1]
-    assert last.startswith("FAIL: resumed at step 10, the weights are others"), text
+    assert last.startswith("FAIL: the run resumed at step 10 ends with different weights"), text
 
 
 @pytest.mark.long
