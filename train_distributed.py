@@ -146,7 +146,7 @@ class World(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 
-@explain("cannot join the other ranks", ValueError, RuntimeError)
+@explain("cannot join the other ranks; is a GPU or MASTER_ADDR missing?", ValueError)
 def setup_distributed(cfg: argparse.Namespace) -> World:
     """Join all ranks into one process group. Collective."""
     rank, local_rank, world_size, per_node = launch_environment(os.environ)
@@ -154,8 +154,8 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
     if (cfg.nodes or nodes, cfg.gpus_per_node or per_node) != (nodes, per_node):
         raise UserError(f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks")
     backend = cfg.distributed_backend or ("nccl" if gpus else "gloo")
-    if gpus or backend == "nccl":  # with srun --gpus-per-task=1, each rank sees one GPU, number 0
-        device = torch.device("cuda", local_rank % max(1, gpus))
+    if gpus:  # with srun --gpus-per-task=1, each rank sees one GPU, number 0
+        device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)  # otherwise every rank would also use GPU 0
     if rank == 0:
         noun = "GPU" + "s" * (world_size > 1) if gpus else "process" + "es" * (world_size > 1)

@@ -33,10 +33,11 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
-def probe(tmp_path):
+def probe(tmp_path) -> dict[str, str]:
+    """Makes a launcher run a script that prints who it is, without checks, which import torch."""
     path = tmp_path / "my_train.py"
     path.write_text(PROBE)
-    return path
+    return {"TRAIN_SCRIPT": str(path), "GUARD": "0"}
 
 
 @pytest.fixture(scope="session")

@@ -36,12 +36,12 @@ def test_every_node_is_started_once_however_often_pbs_names_it(
     code, text = qsub(["node01", "node02"], 4, repo / SCRIPT, **env)
     assert code == 0, text
     check(text, tmp_path / "run", {"node01": "0-1", "node02": "2-3"})
-    code, text = qsub(["node02"], 3, repo / SCRIPT, NPROC_PER_NODE="4", TRAIN_SCRIPT=str(probe))
+    code, text = qsub(["node02"], 3, repo / SCRIPT, NPROC_PER_NODE="4", **probe)
     assert code == 0 and [r["host"] for r in probed(text)] == ["node02"] * 4, text
 
 
 def test_arguments_in_a_variable_and_a_script_of_the_users_own(qsub, repo, probe):
-    env = {"NPROC_PER_NODE": "2", "TRAIN_SCRIPT": str(probe), "QUOTED": 'it\'s "so"'}
+    env = {"NPROC_PER_NODE": "2", **probe, "QUOTED": 'it\'s "so"'}
     arguments = "configs/default_config.yaml --mine 1"
     code, text = qsub(["node02", "node01"], 2, repo / SCRIPT, ARGS=arguments, **env)
     assert code == 0, text

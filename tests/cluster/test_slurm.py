@@ -16,7 +16,7 @@ TWO_NODES = {"node01": "0-1", "node02": "2-3"}
 
 @pytest.mark.parametrize("launcher", ["run_distributed.slurm", "scripts/slurm/slurm_train.sh"])
 def test_two_nodes_of_four_as_shipped(cluster, repo, probe, launcher):
-    code, text = cluster.sbatch(repo, launcher, TRAIN_SCRIPT=str(probe))
+    code, text = cluster.sbatch(repo, launcher, **probe)
     assert code == 0, text
     where = [(r["rank"], r["local_rank"], r["host"]) for r in probed(text)]
     assert where == [(n, n % 4, f"node{n // 4 + 1:02}") for n in range(8)]
@@ -28,7 +28,7 @@ def test_one_node_of_four(cluster, repo, tmp_path, probe, options, check):
     assert code == 0, text
     check(text, tmp_path / "run", {text.split("Master node: ")[1][:6]: "0-3"})
     link = "scripts/slurm/slurm_train_single_node.sh"
-    code, text = cluster.sbatch(repo, link, TRAIN_SCRIPT=str(probe))
+    code, text = cluster.sbatch(repo, link, **probe)
     assert code == 0, text
     assert [(r["local_rank"], r["world_size"]) for r in probed(text)] == [(n, 4) for n in range(4)]
 
@@ -39,7 +39,7 @@ def test_one_node_of_four(cluster, repo, tmp_path, probe, options, check):
 )
 def test_directives_left_over_from_another_script_do_no_harm(cluster, repo, probe, launcher, left):
     words = [*TWO_BY_TWO, *left, launcher]
-    code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(probe))
+    code, text = cluster.sbatch(repo, *words, **probe)
     assert code == 0, text
     where = [(r["rank"], r["local_rank"], r["host"]) for r in probed(text)]
     assert where == [(0, 0, "node01"), (1, 1, "node01"), (2, 0, "node02"), (3, 1, "node02")]
@@ -48,13 +48,13 @@ def test_directives_left_over_from_another_script_do_no_harm(cluster, repo, prob
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_submitted_from_another_directory(cluster, repo, tmp_path, probe, launcher):
     words = [*TWO_BY_TWO, repo / launcher, "--mine", "a b"]
-    code, text = cluster.sbatch(tmp_path, *words, TRAIN_SCRIPT=str(probe))
+    code, text = cluster.sbatch(tmp_path, *words, **probe)
     assert code == 0, text
     assert [record["argv"][-2:] for record in probed(text)] == [["--mine", "a b"]] * 4
 
 
 def test_submitted_as_a_copy(cluster, repo, tmp_path, probe):
-    copy, env = tmp_path / "my.slurm", {"TRAIN_SCRIPT": str(probe)}
+    copy, env = tmp_path / "my.slurm", probe
     shutil.copy(repo / "run_distributed.slurm", copy)
     code, text = cluster.sbatch(repo, *TWO_BY_TWO, copy, **env)
     assert code == 0 and len(probed(text)) == 4, text
@@ -77,7 +77,7 @@ def test_eight_gpus_a_node_and_a_script_of_the_users_own(cluster, repo, probe, l
         "--mine",
         "a b",
     ]
-    code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(probe), QUOTED='it\'s "so"')
+    code, text = cluster.sbatch(repo, *words, **probe, QUOTED='it\'s "so"')
     assert code == 0, text
     records = probed(text)
     assert [r["rank"] for r in records] == list(range(16))
@@ -100,7 +100,7 @@ def test_of_a_node_of_its_own_a_job_takes_the_gpus_it_asked_for(cluster, repo, p
     """With --exclusive, Slurm counts all GPUs of the node, of which a step gets those asked for."""
     for launcher in LAUNCHERS:
         words = [*TWO_BY_TWO, "--exclusive", launcher]
-        code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(probe))
+        code, text = cluster.sbatch(repo, *words, **probe)
         assert code == 0, text
         assert {record["world_size"] for record in probed(text)} == {4}, text
 
@@ -119,17 +119,15 @@ def test_two_jobs_on_one_node_at_once_do_not_meet(cluster, repo, tmp_path, optio
         assert (tmp_path / name / "checkpoint_epoch_1.pt").exists(), text
 
 
-def test_a_busy_port_is_skipped(cluster, repo, probe):
-    code, text = cluster.on("login", "sbatch", "--parsable", "--wrap=true", cwd=probe.parent)
+def test_a_busy_port_is_skipped(cluster, repo, tmp_path, probe):
+    code, text = cluster.on("login", "sbatch", "--parsable", "--wrap=true", cwd=tmp_path)
     assert code == 0, text
     cluster.end_of_job(text.strip())
     port = 15000 + 16 * (int(text) + 1) % 15000
     listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(60)"
     listener = cluster.start("node01", sys.executable, "-c", listen)
     try:
-        code, text = cluster.sbatch(
-            repo, *TWO_BY_TWO, "run_distributed.slurm", TRAIN_SCRIPT=str(probe)
-        )
+        code, text = cluster.sbatch(repo, *TWO_BY_TWO, "run_distributed.slurm", **probe)
     finally:
         listener.kill()
         listener.communicate()
@@ -222,7 +220,7 @@ def test_node_names_with_suffixes_and_a_process_tracker_of_its_own(
     code, text = racks.sbatch(repo, *words, LAUNCHERS[0], *options, f"--checkpoint-dir={run}")
     assert code == 0, text
     check(text, run, hosts)
-    code, text = racks.sbatch(repo, *words, LAUNCHERS[1], TRAIN_SCRIPT=str(probe))
+    code, text = racks.sbatch(repo, *words, LAUNCHERS[1], **probe)
     assert code == 0, text
     assert {r["host"]: str(r["rank"]) for r in probed(text)} == hosts
     racks.assert_nothing_left()
@@ -239,7 +237,7 @@ def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
             "".join(line for line in text.splitlines(True) if "#SBATCH --cpus" not in line)
         )
         words = [*TWO_BY_TWO, "--ntasks-per-node=2", *cpus, "--output=racks-%j.out", script]
-        code, text = racks.sbatch(repo, *words, TRAIN_SCRIPT=str(probe))
+        code, text = racks.sbatch(repo, *words, **probe)
         assert code == 0, text
         records = probed(text)
         assert [record["local_rank"] for record in records] == [0, 1] * 2
@@ -256,5 +254,5 @@ def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
             "--cpus-per-task=2",
             words[-2],
         ]
-        code, text = racks.sbatch(repo, *alone, tmp_path / LAUNCHERS[1], TRAIN_SCRIPT=str(probe))
+        code, text = racks.sbatch(repo, *alone, tmp_path / LAUNCHERS[1], **probe)
         assert code == 0 and len(probed(text)[0]["cores"]) == 2, text

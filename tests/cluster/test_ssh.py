@@ -31,7 +31,7 @@ def test_whatever_is_in_a_name_or_value_arrives_as_it_was(cluster, repo, probe, 
     words = words_of(launcher)
     words[1] = config.relative_to(repo)
     more = ["--mine", "a b", 'it\'s 5%h "$HOME"', "", "%n", "--"]
-    env = {"QUOTED": 'it\'s\n"$HOME" `id` \udcff', "TRAIN_SCRIPT": str(probe)}
+    env = {"QUOTED": 'it\'s\n"$HOME" `id` \udcff', **probe}
     env |= {f"LARGE{number}": "x" * 100_000 for number in range(5)}  # more than a socket takes
     code, text = cluster.on("login", *words, *more, cwd=repo, **env)
     assert code == 0, text
@@ -371,7 +371,7 @@ def test_a_setpriv_that_knows_no_pdeathsig(cluster, repo, tmp_path, probe):
     old.chmod(0o755)
     env = {"PATH": f"{old.parent}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
     train = ["scripts/cluster_train.sh", CONFIG, f"--to={tmp_path}"]
-    code, text = cluster.on("node01", *train, cwd=repo, **env, TRAIN_SCRIPT=str(probe))
+    code, text = cluster.on("node01", *train, cwd=repo, **env, **probe)
     assert code == 0 and len(probed(text)) == 2 and "unrecognized" not in text, text
     script = tmp_path / "slow_to_save.py"
     script.write_text(SLOW_TO_SAVE)
@@ -612,7 +612,7 @@ def test_mistakes_in_the_call(cluster, repo):
 
 @pytest.mark.parametrize("launcher", [AUTO, PDSH])
 def test_a_dry_run_prints_a_command_that_can_be_pasted(cluster, repo, probe, launcher):
-    env = {"TRAIN_SCRIPT": str(probe)}
+    env = probe
     words = [*words_of(launcher), "--mine", "it's"]
     code, text = cluster.on("login", *words, cwd=repo, DRY_RUN="1", **env)
     assert code == 0 and text.startswith("$ ") and text.count("\n") == 1
