@@ -585,13 +585,13 @@ def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> No
         # Another rank has failed. Launchers report the first rank to exit: let that one be first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         text = str(error).split("] ", 1)[-1].split(". This is")[0]
-        text = f"rank {rank} on {HOST}: another rank exited ({text})"
-        time.sleep(1)  # gives a rank whose script has ended time to set its key
+        print(f"guard.py: rank {rank} on {HOST}: another rank exited ({text})", file=sys.stderr)
+        time.sleep(1)  # within which a rank whose script has ended reports that
         if ended := watch.ended_ranks() if watch else "":
             text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
             text += " must take part in the same collectives"
             write_failure("exception", text, rank)
-        print(f"guard.py: {text}", file=sys.stderr, flush=True)
+            print(f"guard.py: {text}", file=sys.stderr, flush=True)
         time.sleep(2)
         return
     if isinstance(error, SystemExit):

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,11 @@ def job(cluster, repo, run, script=SRUN, nodes=2, gpus=2, **env):
 
 
 def findings_in(text: str) -> list[dict]:
+    """Of one report; [] if there is none, or two nodes have printed theirs at the same time."""
     found = re.search(r"^\[\n.*?^\]", text, re.DOTALL | re.MULTILINE)
-    return json.loads(found[0]) if found else []
+    with suppress(ValueError):
+        return json.loads(found[0]) if found else []
+    return []
 
 
 def by_hand(cluster, repo, run):
@@ -127,6 +131,7 @@ def test_free_ports_between_nodes_are_blocked(cluster, repo, tmp_path, inject):
     assert re.search(r"(?m)^FAIL network +node02 cannot send to node01: timed out", text), text
 
 
+@pytest.mark.long
 def test_a_wrong_master_address(cluster, repo, tmp_path):
     seconds, code, findings, text = job(cluster, repo, tmp_path / "run", MASTER_ADDR="10.77.0.99")
     assert code and seconds < 60

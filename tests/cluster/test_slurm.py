@@ -185,7 +185,7 @@ def test_a_rank_that_fails_ends_the_job_and_its_node_is_named(cluster, repo, tmp
         "time.sleep(1000)\n"
     )
     words = ["--nodes=2", "--gpus-per-node=1", launcher]
-    code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(script))
+    code, text = cluster.sbatch(repo, *words, TRAIN_SCRIPT=str(script), MAX_RESTARTS="0")
     assert code != 0
     cluster.assert_nothing_left(10)
     assert re.search(r"srun: error: (node\d+): task", text)[1] == "node02", text

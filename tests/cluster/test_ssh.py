@@ -195,6 +195,7 @@ def test_a_second_ctrl_c_ends_what_does_not_stop(cluster, stubborn, launcher):
     cluster.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_through_supervise(cluster, stubborn):
     launch = stubborn(AUTO, sys.executable, "scripts/supervise.py")
     for wait in (2, 0):
@@ -251,6 +252,7 @@ def test_a_launcher_that_is_killed_at_its_start_leaves_nothing(cluster, repo, tm
     assert not started.exists()
 
 
+@pytest.mark.long
 def test_a_lost_connection_leaves_nothing_on_the_node(cluster, stubborn):
     launch = stubborn(AUTO)
     os.kill(one_process(cluster, "node02", "^sshd: "), signal.SIGKILL)
@@ -288,7 +290,7 @@ def slow_to_save(cluster, repo, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "way", ["SIGINT", "SIGKILL", pytest.param("SIGHUP", marks=pytest.mark.long)]
+    "way", ["SIGKILL", *(pytest.param(n, marks=pytest.mark.long) for n in ("SIGINT", "SIGHUP"))]
 )
 def test_there_is_time_for_a_last_save(cluster, slow_to_save, tmp_path, way):
     launch = slow_to_save()
@@ -362,6 +364,7 @@ def test_the_last_lines_get_through_though_they_are_read_late(cluster, repo, tmp
     assert all("line 59999 " in read for read in (text, log.read_text()))
 
 
+@pytest.mark.long
 def test_a_setpriv_that_knows_no_pdeathsig(cluster, repo, tmp_path, probe):
     """That of util-linux 2.32, RHEL 8's."""
     old = tmp_path / "bin/setpriv"
@@ -382,6 +385,7 @@ def test_a_setpriv_that_knows_no_pdeathsig(cluster, repo, tmp_path, probe):
     launch.communicate()
 
 
+@pytest.mark.long
 def test_a_node_that_has_saved_waits_for_another_however_often_it_is_told(cluster, repo, tmp_path):
     script = tmp_path / "slow_to_save.py"
     script.write_text(SLOW_TO_SAVE)
