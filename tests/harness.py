@@ -9,6 +9,7 @@ import importlib.util
 import json
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import re
 import runpy
@@ -95,7 +96,17 @@ while True:
 """
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["preload"])
+
+
+def start_fork_server() -> None:
+    """Before Python 3.12.3, it does not get sys.path, and leaves out what it cannot import."""
+    context.set_forkserver_preload(["preload"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{REPO / 'tests'}:{REPO}"  # preload.py removes it
+    multiprocessing.forkserver.ensure_running()
+    del os.environ["PYTHONPATH"]
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
 
 
 @dataclass
@@ -227,6 +238,7 @@ def bf16_settings(command: list[str]) -> dict[str, str] | None:
 
 
 def _rank(argv: list[str], env: dict[str, str], log: str, before: str) -> None:
+    assert "preload" in sys.modules, "each rank would import torch"
     for number, name in ((1, f"{log}.out"), (2, f"{log}.err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -261,6 +273,7 @@ def run_ranks(
     env(rank) returns variables in addition to torchrun's; None removes a variable. `before` is
     Python code that each rank executes first; during(processes) is called while they run.
     """
+    start_fork_server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
     logs, processes = tempfile.mkdtemp(prefix="ranks-"), []
     for rank in range(ranks):

@@ -8,5 +8,7 @@ import train_distributed  # noqa: F401
 # faults/test_safeguards.py switches a safeguard off, for all ranks and for the tests themselves.
 exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
 
+os.environ.pop("PYTHONPATH", None)  # of harness.start_fork_server()
+
 # Else the first garbage collection of each rank would copy every page it has inherited: 1 s.
 gc.freeze()
