@@ -255,7 +255,7 @@ def test_a_ctrl_c_passed_on_by_a_launcher_saves_and_a_second_one_ends_it(
 ):
     run = tmp_path / "run"
     slow = "import time, train_distributed\ninner = train_distributed.train_step\n"
-    slow += f"train_distributed.train_step = lambda *a: time.sleep({2 * pause}) or inner(*a)"
+    slow += f"train_distributed.train_step = lambda *a: time.sleep({5 * pause}) or inner(*a)"
 
     def during(processes):
         wait_until((run / "status.json").exists, "no status.json")  # it listens for signals
