@@ -248,9 +248,9 @@ class Supervisor:
         # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
         orphaned = code in (-9, 137) and not self.signals
         if status.get("state") in ("finished", "stopped") and not orphaned:
-            by_us = status["reason"] == "STOP file" and self.stopping_since
+            by_us = status.get("reason", "") == "STOP file" and self.stopping_since
             asked = ", ".join(names) or "time limit"
-            return status["state"], asked if by_us else status["reason"]
+            return status["state"], asked if by_us else status.get("reason", "")
         if code == 0 and not failure:
             if self.stopping_since:
                 return "stopped", ", ".join(names) or "time limit"
@@ -295,7 +295,7 @@ class Supervisor:
         """Note the run directory, pass on stop requests, kill an attempt that has lost a node."""
         status = read_json(self.status_file) if self.running else {}
         if status.get("state"):  # it now owns the run directory
-            self.run_dir = status["run_dir"]
+            self.run_dir = status.get("run_dir") or self.run_dir
             self.record({**self.running, "cause": "running"})
             self.running = None
         if len(self.nodes) > 1 and time.time() > self.asked_slurm + 20:
