@@ -659,20 +659,20 @@ def wrap_ddp(run: Run) -> None:
 def add_exactly(run: Run, last: bool) -> None:
     """For --reproducible, after each micro-batch: gradients that add up to the same bits.
 
-    They are rounded to multiples of 2**-40, which float64 adds exactly, in any order and on any
-    number of ranks, as long as they stay below 2**11 and their sum below 2**13.
+    They are rounded to multiples of 2**-40, the last bit of a float64 from 2**12 on. Sums below
+    2**13 are then exact, in any order and on any number of ranks; gradients must be below 2**11.
     """
     parameters = [p for p in run.model.parameters() if p.requires_grad]
-    flat = torch.cat([p.grad.flatten() for p in parameters]).double().div_(run.scaler.get_scale())
-    flat.add_(1.5 * 2**12).sub_(1.5 * 2**12)  # from 2**12 on, the last bit of a float64 is 2**-40
+    flat = torch.cat([p.grad.flatten() for p in parameters]).double()
+    flat.div_(run.scaler.scale(flat.new_ones(()))).add_(1.5 * 2**12).sub_(1.5 * 2**12)
     run.exact_sum = flat if run.exact_sum is None else run.exact_sum.add_(flat)
     run.optimizer.zero_grad()
     if last:
         if run.world.world_size > 1:
             dist.all_reduce(run.exact_sum)
-        for p, total in zip(parameters, run.exact_sum.split([p.numel() for p in parameters])):
-            p.grad = torch.empty_like(p).copy_(total.view_as(p).mul_(run.scaler.get_scale()))
-        run.exact_sum = None
+        total, run.exact_sum = run.scaler.scale(run.exact_sum), None
+        for p, grad in zip(parameters, total.split([p.numel() for p in parameters])):
+            p.grad = torch.empty_like(p).copy_(grad.view_as(p))
 
 
 def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
