@@ -10,11 +10,10 @@ import time
 from contextlib import suppress
 
 import pytest
-from harness import REPO, SLOW_TO_SAVE, load
+from harness import FOREVER, REPO, SLOW_TO_SAVE, load, wait_for_step
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
 TRAIN = [sys.executable, REPO / "scripts/guard.py", REPO / "train_distributed.py"]
-FOREVER = "--epochs=1000000"
 
 
 @pytest.fixture
@@ -62,13 +61,6 @@ def attempts(directory) -> list[dict]:
 
 def causes(directory) -> list[str]:
     return [attempt["cause"] for attempt in attempts(directory)]
-
-
-def wait_for_step(run, step: int) -> None:
-    deadline, metrics = time.monotonic() + 120, run / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 CRASH = [sys.executable, "-c", "raise SystemExit(1)"]
