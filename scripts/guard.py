@@ -567,11 +567,11 @@ def run(arguments: list[str]) -> None:
         sys.argv, sys.path[0] = arguments[1:], os.getcwd()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
-    script = arguments[0]
+    script = os.path.abspath(arguments[0])
     try:
         code = compile(Path(script).read_bytes(), script, "exec")
     except OSError as error:
-        fail(f"cannot read {script}: {error.strerror}")
+        fail(f"cannot read {arguments[0]}: {error.strerror}")
     sys.argv, sys.path[0] = arguments, str(Path(script).resolve().parent)
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=script, __builtins__=__builtins__)

@@ -27,8 +27,6 @@ def test_speed_compares_with_the_limit(tmp_path):
 
 @pytest.mark.long
 def test_speed_runs_all_contestants_on_two_ranks(tmp_path):
-    pytest.importorskip("lightning")
-    pytest.importorskip("accelerate")
     out = run(tmp_path, "speed.py", *"--ranks 2 --rounds 1 --steps 40".split())
     names = re.findall(r"^\| (\w+) \| \d+ ", out, re.M)
     peers = ["template", "examples", "lightning", "accelerate"]

@@ -191,7 +191,6 @@ def test_a_single_process_prints_and_exits_as_without_it(tmp_path, name):
     assert_runs_as_without_it(tmp_path, tmp_path / "src/my_script.py", "--an-option", "a word")
 
 
-@pytest.mark.xfail(strict=True, reason="guard.py leaves __file__ relative; Python 3.9+ does not")
 def test_a_script_given_by_a_relative_path_runs_as_without_it(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "src/my_script.py").write_text(f"{PRINT_SELF}\n1 / 0")

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from harness import FOREVER, REPO, SLOW_TO_SAVE, load, wait_for_step
+from harness import FOREVER, REPO, SLOW_TO_SAVE, load, wait_for_step, wait_until
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
 TRAIN = [sys.executable, REPO / "scripts/guard.py", REPO / "train_distributed.py"]
@@ -205,7 +205,7 @@ def test_a_second_supervisor_leaves_the_attempt_log_of_the_first_alone(
     run = tmp_path / "run"
     command = [*TRAIN, *tiny, f"--checkpoint-dir={run}", FOREVER]
     first = start(*command)
-    wait_for_step(run, 5)
+    wait_until((run / "attempts.jsonl").exists, "no attempt log")
     before = (run / "attempts.jsonl").read_text()
     code, text = supervise(*command)
     assert code == 2 and "is in use by" in text and "a restart would not help" in text
