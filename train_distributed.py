@@ -369,7 +369,7 @@ class Metrics:
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
         self.sums[0] += (loss_sum.double() * 2**24).nan_to_num(0, 0, 0).clamp(max=2**53).long()
         self.sums[1] += (logits.argmax(1) == labels).sum()
-        self.sums[2] += len(labels)
+        self.sums[2] += labels.numel()
 
     def all_reduce(self, world: World, more=()) -> list[int]:
         """[loss, correct, samples, *more], summed. Collective; waits for the GPU."""

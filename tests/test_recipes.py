@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,8 +88,7 @@ def weights(copy: Path, step: int, run: str = "run") -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_small_clean_and_in_the_guide(tmp_path, recipe):
-    changed = re.findall(r"(?m)^[+-](?![+-]{2} )", recipe.read_text())
-    assert 0 < len(changed) < 60
+    assert len(recipe.read_text().splitlines()) < 60
     assert recipe.name in (REPO / "docs/MAKE_IT_YOURS.md").read_text()
     copy = patched(tmp_path, recipe.stem)
     for command in (["check", "--quiet"], ["format", "--check", "--quiet"]):
