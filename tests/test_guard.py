@@ -496,36 +496,34 @@ def test_guard_0_sets_the_variables_and_runs_the_script_unchecked(tmp_path):
 # ------------------------------------------------------------------------------------ hang verdict
 
 
-def test_a_hang_names_a_stopped_rank_and_leaves_nothing_running(tmp_path):
-    """Rank 1 of three with torchrun's store, then rank 0, which serves it, with srun."""
-    script, failure = write(tmp_path, fault="time.sleep(0.2)"), tmp_path / "failure"
-    for stopped, env in ((1, {}), (0, srun(3))):
+@pytest.mark.parametrize(
+    ("stopped", "by"),
+    [(1, "torchrun"), pytest.param(0, "srun", marks=pytest.mark.long)],  # rank 0 serves the store
+)
+def test_a_hang_names_a_stopped_rank_and_leaves_nothing_running(tmp_path, stopped, by):
+    failure = tmp_path / "failure"
+    more = {"HANG_TIMEOUT": "3", "FAILURE_FILE": failure}
 
-        def during(processes, stopped=stopped):
-            wait_until((tmp_path / "trains").exists, "no training")
-            os.kill(processes[stopped].pid, signal.SIGSTOP)
+    def during(processes):
+        wait_until((tmp_path / "trains").exists, "no training")
+        os.kill(processes[stopped].pid, signal.SIGSTOP)
 
-        more = {"HANG_TIMEOUT": "3", "FAILURE_FILE": failure}
-        hang = "time.sleep(0.2); step == 2 and open('trains', 'w').close()"
-        script = write(tmp_path, fault=hang)
-        result = run(
-            3,
-            script,
-            env=lambda rank, env=env, more=more: (env(rank) if callable(env) else env) | more,
-            before=f"import os; os.chdir({str(tmp_path)!r})",
-            during=during,
-        )
-        (tmp_path / "trains").unlink()
-        assert result.codes[stopped] == -signal.SIGKILL
-        assert all(result.codes)
-        first = 0 if stopped else 1
-        text = f"error: hang: rank {stopped} on {HOST} does not answer; the others are at "
-        assert text in result.err[first] and "all_reduce [[55]]" in result.err[first]
-        others = [result.err[rank] for rank in range(3) if rank != stopped]
-        assert all("all stacks\n" in err and "my_train.py" in err for err in others)
-        written = json.loads(failure.read_text())
-        assert written["cause"] == "hang" and f"rank {stopped} on {HOST}" in written["reason"]
-        failure.unlink()
+    result = run(
+        3,
+        write(tmp_path, fault="time.sleep(0.2); step == 2 and open('trains', 'w').close()"),
+        env=lambda rank: (srun(3)(rank) if by == "srun" else {}) | more,
+        before=f"import os; os.chdir({str(tmp_path)!r})",
+        during=during,
+    )
+    assert result.codes[stopped] == -signal.SIGKILL
+    assert all(result.codes)
+    text = f"error: hang: rank {stopped} on {HOST} does not answer; the others are at "
+    first = 0 if stopped else 1
+    assert text in result.err[first] and "all_reduce [[55]]" in result.err[first]
+    others = [result.err[rank] for rank in range(3) if rank != stopped]
+    assert all("all stacks\n" in err and "my_train.py" in err for err in others)
+    written = json.loads(failure.read_text())
+    assert written["cause"] == "hang" and f"rank {stopped} on {HOST}" in written["reason"]
 
 
 FAULTS = {

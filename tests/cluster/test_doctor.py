@@ -138,6 +138,7 @@ def test_a_wrong_master_address(cluster, repo, tmp_path):
     assert "cannot open the store at 10.77.0.99:" in text and "MASTER_ADDR" in text, text
 
 
+@pytest.mark.long
 def test_a_rank_that_never_starts_is_named(cluster, repo, tmp_path):
     script = tmp_path / "one_missing.sh"
     script.write_text('[[ "$SLURM_PROCID" == 3 ]] && exec sleep 50; exec "$@"\n')
@@ -150,6 +151,7 @@ def test_a_rank_that_never_starts_is_named(cluster, repo, tmp_path):
     assert "rank 3 on node02 did not start within 20 s" in text, text
 
 
+@pytest.mark.long
 def test_many_faults_are_reported_together(cluster, repo, tmp_path, inject):
     """On node02: another PyTorch, another trainer, its own run directory, a loopback host name. On
     all nodes: a harmful variable, and a launch script with two mistakes."""

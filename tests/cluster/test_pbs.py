@@ -82,6 +82,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_a_failed_one_are_gone_before_the_next_attempt(qsub, repo, tmp_path):
     script, pids = tmp_path / "alone.py", tmp_path / "pids"
     script.write_text(ALONE)

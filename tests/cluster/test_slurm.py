@@ -195,7 +195,7 @@ def test_a_rank_that_fails_ends_the_job_and_its_node_is_named(cluster, repo, tmp
     ("cluster_name", "launcher"),  # each launcher, and both ways of following processes
     [
         ("cluster", LAUNCHERS[0]),
-        ("racks", LAUNCHERS[1]),
+        pytest.param("racks", LAUNCHERS[1], marks=pytest.mark.long),
         pytest.param("cluster", LAUNCHERS[1], marks=pytest.mark.long),
         pytest.param("racks", LAUNCHERS[0], marks=pytest.mark.long),
     ],

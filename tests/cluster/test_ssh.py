@@ -53,7 +53,7 @@ def test_variables_of_the_host_and_the_session_stay_there(cluster, repo, tmp_pat
     script.write_text("import json, os\nprint('ENV', json.dumps(dict(os.environ)), flush=True)\n")
     private = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SLURM_JOB_ID", "SSH_AUTH_SOCK"]
     private += ["XDG_RUNTIME_DIR", "ON_NODE", "BASH_ENV", "TMUX_PANE", "TERM_PROGRAM"]
-    env = {"TRAIN_SCRIPT": str(script), "MINE": "here", "HOME": str(tmp_path)}
+    env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "MINE": "here", "HOME": str(tmp_path)}
     env |= dict.fromkeys(private, "/of/the/login/node")
     code, text = cluster.on("login", AUTO, CONFIG, "1", "node01", cwd=repo, **env)
     assert code == 0, text
@@ -65,7 +65,7 @@ def test_variables_of_the_host_and_the_session_stay_there(cluster, repo, tmp_pat
 def test_secrets_do_not_show_on_any_command_line(cluster, repo, tmp_path):
     script = tmp_path / "slow.py"
     script.write_text("import os, time\nassert os.environ['MY_TOKEN'] == 's3cr3t'\ntime.sleep(2)\n")
-    env = {"MY_TOKEN": "s3cr3t", "TRAIN_SCRIPT": str(script)}
+    env = {"MY_TOKEN": "s3cr3t", "TRAIN_SCRIPT": str(script), "GUARD": "0"}
     launch = cluster.start("login", *words_of(AUTO), cwd=repo, **env)
     seen = set()
     while launch.poll() is None:
@@ -138,9 +138,9 @@ def stubborn(cluster, repo, tmp_path):
         "time.sleep(1000)\n"
     )
 
-    def start(launcher, *before, **env):
-        words = [*before, *words_of(launcher)]
-        launch = cluster.start("login", *words, cwd=repo, TRAIN_SCRIPT=str(script), **env)
+    def start(launcher, *before):
+        words, env = [*before, *words_of(launcher)], {"TRAIN_SCRIPT": str(script), "GUARD": "0"}
+        launch = cluster.start("login", *words, cwd=repo, **env)
         sleeping = re.compile("^sleep 1000")
         wait_until(
             lambda: sum(bool(sleeping.match(p.line)) for p in cluster.processes()) == 4, launch
@@ -160,6 +160,7 @@ def test_ctrl_c_at_the_start_is_not_lost(cluster, repo, tmp_path, tiny):
     cluster.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_terminal_that_closes_stops_and_saves_but_not_under_nohup(cluster, repo, tmp_path, tiny):
     command = [*words_of(AUTO), *tiny, f"--checkpoint-dir={tmp_path / 'run'}", "--epochs=2000"]
     launch = cluster.start("login", "nohup", *command, cwd=repo)
@@ -281,7 +282,7 @@ def slow_to_save(cluster, repo, tmp_path):
         return sum(log.read_text().count("ready\n") for log in logs if log.exists()) == 4
 
     def start(**env):
-        words = [*words_of(AUTO), f"--to={tmp_path}"]
+        words, env = [*words_of(AUTO), f"--to={tmp_path}"], {"GUARD": "0", **env}
         launch = cluster.start("login", *words, cwd=repo, TRAIN_SCRIPT=str(script), **env)
         wait_until(are_ready, launch)
         return launch

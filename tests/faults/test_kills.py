@@ -229,7 +229,7 @@ def test_a_supervised_training_killed_anywhere_ends_as_if_nothing_had_happened(
     tmp_path, tiny, mode
 ):
     draw = random.Random(mode)
-    kills, epochs = (20, 60) if LONG else (2, 20)  # epochs of 6 steps
+    kills, epochs = (20, 60) if LONG else (1, 10)  # epochs of 6 steps
     sizes = [size for size, _ in zip(draw_sizes(draw, 5 if LONG else 2), range(3 * kills + 10))]
     print(f"ranks by attempt: {sizes}")
     options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
