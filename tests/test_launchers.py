@@ -1,11 +1,13 @@
 """What the launchers do with signals and with host names. On real nodes: tests/cluster."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from harness import REPO, SLOW_TO_SAVE, copy_repository, processes_with
@@ -105,3 +107,30 @@ def test_a_host_name_is_not_executed(tmp_path, host):
     result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert not list(copy.rglob("canary"))
+
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.skipif(not os.access(MEMORY / "tasks", os.W_OK), reason="needs memory cgroups (v1)")
+def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
+    script, failure = tmp_path / "my_train.py", tmp_path / "failure"
+    script.write_text("words = []\nwhile True:\n    words.append(b'x' * 10**7)\n")
+    group = MEMORY / f"test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text("700M")
+        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
+        result = subprocess.run(
+            ["bash", "-c", f"echo $$ >{group}/tasks; exec scripts/cluster_train.sh"],
+            env=os.environ | env | {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)},
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    finally:
+        group.rmdir()
+    assert result.returncode > 0
+    assert "error: " in result.stdout and "the node ran out of memory\n" in result.stdout
+    assert json.loads(failure.read_text())["cause"] == "out of memory"
