@@ -220,7 +220,8 @@ class Campaign:
         with suppress(OSError, ValueError):
             status = json.loads((self.run / "status.json").read_text())
             attempt = re.match(r"attempt .*?(\d+),", (self.run / "lock").read_text())
-            return int(attempt[1]) > number and status["saved_step"] > status["start_step"]
+            newer = attempt and int(attempt[1]) > number  # the lock is empty for a moment
+            return newer and status["saved_step"] > status["start_step"]
         return False
 
 
