@@ -5,8 +5,8 @@
     torchrun --standalone --nproc-per-node 4 train_distributed.py   # one machine with four GPUs
     srun --ntasks-per-node=4 python scripts/guard.py train_distributed.py   # Slurm: a task per GPU
 
-A rank is one process with one GPU. Every rank must call what is marked "collective": one that does
-not leaves the others waiting. A step consumes --global-batch-size samples, in micro-batches of
+A rank is one process with one GPU. Every rank must call what is marked "collective": a rank that
+skips it leaves the others waiting. A step consumes --global-batch-size samples, in micro-batches of
 --batch-size that the ranks share. Step and micro-batch alone decide which samples these are, how
 they are augmented and what dropout drops. So with both options fixed, any number of ranks, or a
 resumed run, trains on the same batches in the same order, without any random state to save.
@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
     add("--resume", default="auto", help="auto, none, or a FILE.pt for a new directory [auto]")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
-    add("--stop-at-step", type=positive_int, help="save and exit at this step; same schedule")
+    add("--stop-at-step", type=positive_int, help="save and exit there; keeps the schedule")
     add("--seed", type=int, default=42, help="random seed [42]")
     add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
     add("--reproducible", action=switch, default=False, help="same weights on any number of ranks")
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data-dir", default="data", help="where the data is, or is downloaded to [data]")
     add("--image-size", type=positive_int, help="pixels per side [28 for MNIST, else 224]")
     add("--num-workers", type=int, default=8, help="per rank and data set, for image files [8]")
-    add("--model", default="simple_convnet", help="or a torchvision classifier such as resnet50")
+    add("--model", default="simple_convnet", help="[simple_convnet] or a torchvision classifier")
     add("--dropout", type=float, default=0.25, help="of simple_convnet [0.25]")
     add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
     add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
@@ -103,8 +103,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--checkpoint-every-steps", type=positive_int, help="also within an epoch [off]")
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
-    add("--nodes", type=positive_int, help="refuse to start on any other number of nodes")
-    add("--gpus-per-node", type=positive_int, help="refuse to start on any other number")
+    add("--nodes", type=positive_int, help="fail unless there are this many nodes")
+    add("--gpus-per-node", type=positive_int, help="fail unless a node has this many ranks")
     add("--hang-timeout", type=positive_int, default=600, help="seconds without progress [600]")
     return parser
 
@@ -127,7 +127,7 @@ def parse_config(argv: list[str], parser: argparse.ArgumentParser | None = None)
 
     parser.error = fail
     if file := parser.parse_args(argv).config:
-        with explain(f"{file} needs lines like `epochs: 5`", OSError, ValueError, yaml.YAMLError):
+        with explain(f"cannot read {file}: it needs lines like `epochs: 5`", Exception):
             # BaseLoader makes nothing but strings, lists and dicts: `amp: off` stays "off".
             options = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
             for key, value in dict(options or {}).items():
@@ -196,7 +196,7 @@ def log(text: str, stream=None) -> None:
     """Print a line. Training goes on even if nobody can read it any more."""
     try:
         print(text, file=stream, flush=True)
-    except OSError:  # a closed terminal, a `tee` ended by Ctrl-C, a full disk under the log
+    except (OSError, RuntimeError):  # a closed terminal, a full disk, Ctrl-C during another print
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
@@ -259,18 +259,18 @@ def get_datasets(cfg: argparse.Namespace) -> tuple[Dataset, Dataset, DataSpec]:
         images = torch.randint(256, (1280, 3, size, size), generator=generator, dtype=torch.uint8)
         data = InMemoryImages(images, torch.randint(1000, (1280,), generator=generator))
         return data, InMemoryImages(*data[:256]), DataSpec(3, size, 1000)
-    with explain(f"cannot read {cfg.dataset} in --data-dir {cfg.data_dir}", OSError, RuntimeError):
+    shipped = cfg.dataset == "mnist_sample"  # with this file
+    root = Path(__file__).with_name("data") / "mnist_sample" if shipped else Path(cfg.data_dir)
+    with explain(f"cannot read --dataset {cfg.dataset}; is it in {root}?", OSError, RuntimeError):
         if cfg.dataset == "imagefolder":  # DATA_DIR/train/CLASS/*.jpg, DATA_DIR/val/CLASS/*.jpg
             crop = transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()
             plain = transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)
             train, val = (transforms.Compose([*t, transforms.PILToTensor()]) for t in (crop, plain))
-            train = torchvision.datasets.ImageFolder(Path(cfg.data_dir, "train"), train)
-            val = torchvision.datasets.ImageFolder(Path(cfg.data_dir, "val"), val)
+            train = torchvision.datasets.ImageFolder(root / "train", train)
+            val = torchvision.datasets.ImageFolder(root / "val", val)
             if train.classes != val.classes:
                 raise UserError(f"{train.root} and {val.root} differ in their classes")
             return train, val, DataSpec(3, size, len(train.classes))
-        shipped = cfg.dataset == "mnist_sample"  # with this file
-        root = Path(__file__).with_name("data") / "mnist_sample" if shipped else Path(cfg.data_dir)
         parts = [torchvision.datasets.MNIST(root, t, download=not shipped) for t in (True, False)]
     size, channels = cfg.image_size or 28, 1 if cfg.model == "simple_convnet" else 3
     resize = transforms.Compose([transforms.Resize(size), lambda i: i.expand(-1, channels, -1, -1)])
@@ -323,7 +323,8 @@ class MicroBatchSampler:
         cfg.global_batch_size = total = cfg.global_batch_size or cfg.batch_size * world.world_size
         self.global_batch_size, self.per_step = total, total // cfg.batch_size
         if total % cfg.batch_size or self.per_step < world.world_size:
-            raise UserError(f"--batch-size must divide {total} into a micro-batch or more per rank")
+            text = f"--batch-size must divide the global batch of this run, {total}, into at least"
+            raise UserError(f"{text} {world.world_size} micro-batches: one per rank")
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.local_micro_batches = range(first, end)
         self.steps_per_epoch = -(-samples // total)
@@ -459,8 +460,7 @@ class RunDirectory:
         except (OSError, RuntimeError) as error:
             while error.__context__:  # torch.save hides "No space left on device" in its own error
                 error = error.__context__
-            text = f"cannot write {path} ({error}): older checkpoints are intact"
-            raise UserError(text, "disk") from None
+            raise UserError(f"cannot write {path}; is the disk full? ({error})", "disk") from None
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -556,17 +556,15 @@ class StopFlag:
         # Within a second of the first it is the same Ctrl-C, passed on by a launcher.
         if number == signal.SIGINT and time.time() > self.since + 1:
             os._exit(130)
-        self.set(signal.Signals(number).name)
-
-    def set(self, reason: str) -> None:
-        self.reason, self.since = self.reason or reason, min(self.since, time.time())
+        if (number, self.since, os.environ.get("RANK", "0")) == (signal.SIGINT, math.inf, "0"):
+            log("\nstopping: all ranks save and exit; press Ctrl-C again to kill them", sys.stderr)
+        self.reason = self.reason or signal.Signals(number).name
+        self.since = min(self.since, time.time())
 
     def poll(self) -> bool:
         """Whether this rank knows of a reason to stop."""
-        if any(file.exists() for file in self.files):
-            self.set("STOP file")
-        if time.time() > self.deadline:
-            self.set("time limit")
+        found = "STOP file" * any(file.exists() for file in self.files)
+        self.reason = self.reason or found or "time limit" * (time.time() > self.deadline)
         return bool(self.reason)
 
 
@@ -610,7 +608,8 @@ class Run:
         self.global_step = self.next_sync = self.failed_saves = 0
         self.epoch_totals = self.logged_totals = [0, 0, 0]  # loss, correct, samples over all ranks
         if state and state["run"] != self.name:
-            raise UserError(f"the checkpoint is of {state['run']}, this is {self.name}")
+            text = f"the checkpoint is of {state['run']}, this is {self.name}"
+            raise UserError(f"{text}: choose another --checkpoint-dir")
         with explain("the checkpoint is of another model", RuntimeError, ValueError):
             if state:
                 self.model.load_state_dict(state["model"])

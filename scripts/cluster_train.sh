@@ -76,7 +76,8 @@ run_workers() {
     trap 'kill -TERM "$child" 2>/dev/null || true' EXIT
   fi
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
-  trap stop HUP INT TERM USR1 USR2
+  trap stop HUP TERM USR1 USR2
+  trap 'echo "stopping: the workers save and exit; press Ctrl-C again to kill them"; stop' INT
   # Slurm may send these two signals to torchrun as well: it would die and leave its workers running.
   (trap '' USR1 USR2 && exec "${alone[@]}" "$@") &
   child=$!

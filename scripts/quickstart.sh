@@ -40,7 +40,7 @@ install() {
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot create $VENV: on Debian, install python3-venv"
   fi
   if ! cmp -s requirements.txt "$VENV/installed-requirements.txt"; then
-    echo "Installing requirements.txt into $VENV (PyTorch with CUDA: about 5 GB)"
+    echo "Installing requirements.txt into $VENV (PyTorch with CUDA: about 5 GB, some minutes)"
     "$VENV/bin/pip" install --quiet --disable-pip-version-check -r requirements.txt ||
       fail "pip could not install requirements.txt: see its message above"
     cp requirements.txt "$VENV/installed-requirements.txt"

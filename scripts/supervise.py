@@ -140,13 +140,16 @@ class Supervisor:
                 if not ON_TIME & set(reason.split(", ")) or not requeue():
                     log(f"stopped ({reason or 'at --stop-at-step'}); to resume: {self.again()}")
                 return 0
-            what = f"{cause} at step {attempt['end_step']}" + f": {reason}" * bool(reason)
+            known = attempt["world_size"]  # the script has written its status
+            what = cause + f" at step {attempt['end_step']}" * bool(known)
+            what += f": {reason}" * bool(reason)
+            saved = f", from step {attempt['saved_step']}" if known else ""
             progress = attempt["saved_step"] > attempt["start_step"]
-            if not attempt["world_size"]:  # no status
+            if not known:
                 progress = attempt["end"] - attempt["start"] > PROGRESS_SECONDS
             self.crashes = 0 if progress else self.crashes + 1
             if self.may_requeue(cause) and requeue():
-                log(f"{what}. The job resumes from step {attempt['saved_step']}")
+                log(f"{what}. The job is requeued{saved}")
                 return 1
             asked = self.killed or self.signals
             if cause in WOULD_REPEAT or asked or self.crashes >= NO_PROGRESS or (
@@ -164,8 +167,7 @@ class Supervisor:
                 )
                 return 2 if cause in ("configuration", "in use") else 1
             self.restarts += 1
-            where = f"from step {attempt['saved_step']}"
-            log(f"{what}. Restart {self.restarts} of {max_restarts}, {where}")
+            log(f"{what}. Restart {self.restarts} of {max_restarts}{saved}")
             time.sleep(0 if self.crashes == 0 else 2)
 
     def may_requeue(self, cause):

@@ -73,6 +73,10 @@ main() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
+  if [[ ! "${1:-}" =~ ^([1-9][0-9]*)?$ ]]; then
+    echo "test_distributed.sh: error: '$1' is not a number of processes" >&2
+    exit 2
+  fi
   [[ -z "${1:-}" ]] || export NPROC_PER_NODE="$1"
   if [[ -z "${NPROC_PER_NODE:-}${SLURM_JOB_ID:-}${PBS_NODEFILE:-}" ]]; then
     NPROC_PER_NODE="$("${python[@]}" -c 'import torch; print(torch.cuda.device_count() or 2)')"

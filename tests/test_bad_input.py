@@ -46,8 +46,8 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path, option):
         ("epochs: three", "my config.yaml: argument --epochs: invalid positive_int value: 'three'"),
         ("compile: maybe", "my config.yaml: argument --compile"),
         ("training: {epochs: 3}", "my config.yaml: unrecognized arguments: --training="),
-        ("- epochs", "my config.yaml needs lines like `epochs: 5` ("),
-        ("epochs: [3", "my config.yaml needs lines like `epochs: 5` ("),
+        ("- epochs", "my config.yaml: it needs lines like `epochs: 5` ("),
+        ("epochs: [3", "my config.yaml: it needs lines like `epochs: 5` ("),
     ],
 )
 def test_a_mistake_in_a_config_file_names_file_and_key(tmp_path, text, expected):
@@ -56,7 +56,7 @@ def test_a_mistake_in_a_config_file_names_file_and_key(tmp_path, text, expected)
 
 def test_a_missing_config_file_is_named(tmp_path):
     message = refuse(tmp_path / "r", "--config=absent.yaml")
-    assert message.startswith("absent.yaml ") and "No such file" in message
+    assert message.startswith("cannot read absent.yaml: ") and "No such file" in message
 
 
 def test_yaml_tags_are_not_executed(tmp_path):
@@ -67,9 +67,10 @@ def test_yaml_tags_are_not_executed(tmp_path):
 
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=20", ranks=2)
-    assert message == "--batch-size must divide 20 into a micro-batch or more per rank"
+    text = "--batch-size must divide the global batch of this run, {}, into at least {} micro-batch"
+    assert message == text.format(20, 2) + "es: one per rank"
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=16", ranks=3)
-    assert message == "--batch-size must divide 16 into a micro-batch or more per rank"
+    assert message == text.format(16, 3) + "es: one per rank"
 
 
 def test_an_unknown_model_is_named(tmp_path, tiny):
@@ -174,7 +175,7 @@ def test_data_that_is_missing_where_there_is_no_network_is_named(tmp_path):
     offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     options = ["--dataset=mnist", f"--data-dir={tmp_path / 'nothing'}"]
     message = refuse(tmp_path / "r", *options, ranks=2, env=offline)
-    assert message.startswith(f"cannot read mnist in --data-dir {tmp_path}/nothing (")
+    assert message.startswith(f"cannot read --dataset mnist; is it in {tmp_path}/nothing? (")
 
 
 def test_damaged_data_is_named(tmp_path):
@@ -182,7 +183,7 @@ def test_damaged_data_is_named(tmp_path):
     images = root / "MNIST/raw/train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:-100])
     message = refuse(tmp_path / "r", "--dataset=mnist", f"--data-dir={root}", ranks=2)
-    assert message.startswith(f"cannot read mnist in --data-dir {root} (")
+    assert message.startswith(f"cannot read --dataset mnist; is it in {root}? (")
 
 
 def test_a_missing_package_for_an_option_is_named(tmp_path, tiny):
@@ -233,9 +234,7 @@ def test_a_file_that_cannot_be_written_is_named_and_older_checkpoints_stay(tmp_p
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size[file]}, {size[file]}))"
     )
     message = refuse(run, *few_records, "--epochs=2", before=limit)
-    expected = (
-        f"cannot write {run / file} ([Errno 27] File too large): older checkpoints are intact"
-    )
+    expected = f"cannot write {run / file}; is the disk full? ([Errno 27] File too large)"
     assert message == expected
     assert not list(run.glob(".*.tmp"))
     assert "Resuming from" in train(run, 1, *tiny, "--epochs=2").out[0]

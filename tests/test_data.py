@@ -76,7 +76,7 @@ def test_an_empty_folder_of_images_is_named(tmp_path):
         (tmp_path / "data" / folder).mkdir(parents=True)
     result = launch(tmp_path / "run", 2, *options(tmp_path / "data"))
     assert result.codes[0] == 2 and result.err[1] == ""
-    assert f"error: cannot read imagefolder in --data-dir {tmp_path}/data " in result.err[0]
+    assert f"error: cannot read --dataset imagefolder; is it in {tmp_path}/data? " in result.err[0]
     assert "find any class folder" in result.err[0]
 
 
@@ -220,7 +220,7 @@ def test_a_download_with_another_checksum_is_refused(tmp_path, server):
     options = ["--dataset=mnist", f"--data-dir={tmp_path}/data", "--batch-size=8"]
     result = launch(tmp_path / "run", 2, *options, before=good)
     assert result.codes[0] == 2 and result.err[1] == ""
-    assert f"error: cannot read mnist in --data-dir {tmp_path}/data" in result.err[0]
+    assert f"error: cannot read --dataset mnist; is it in {tmp_path}/data?" in result.err[0]
     assert "File not found or corrupted" in result.err[0]
 
 

@@ -69,7 +69,7 @@ CRASH = [sys.executable, "-c", "raise SystemExit(1)"]
 def test_crashes_without_progress_are_retried_twice(tmp_path, supervise):
     code, text = supervise(*CRASH)
     assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 3
-    assert "error: killed at step 0: exit code 1 and no error report" in text
+    assert "error: killed: exit code 1 and no error report" in text
     assert "Giving up: 3 crashes without progress. After fixing it, resume with: " in text
 
 
@@ -83,16 +83,16 @@ def test_there_are_no_more_restarts_than_max_restarts(tmp_path, supervise):
     ("options", "cause", "said"),
     [
         (["--epochs=nil"], "configuration", "--epochs"),
-        (["--lr=1e18", "--warmup-epochs=0"], "NaN", "lower --lr"),
+        (["--lr=1e18", "--warmup-epochs=0"], "NaN at step ", "lower --lr"),
     ],
 )
 def test_an_error_that_would_repeat_is_not_retried(tmp_path, tiny, supervise, options, cause, said):
     command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run", *options]
     code, text = supervise(*command)
     assert code == (2 if cause == "configuration" else 1), text
-    assert causes(tmp_path) == [cause]
+    assert causes(tmp_path) == [cause.split()[0]]
     last = text.splitlines()[-1]
-    assert f"supervise.py: error: {cause} at step " in last and said in last
+    assert f"supervise.py: error: {cause}" in last and said in last
     assert "a restart would not help" in last
 
 

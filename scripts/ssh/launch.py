@@ -12,6 +12,7 @@ import collections
 import math
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,10 @@ def main():
         return connect(*words[1:])
     with_pdsh, split = words[0] == "--pdsh", words.index("--")
     hosts, (config, *options) = words[with_pdsh:split], words[split + 1 :]
+    for program in ["ssh"] + ["pdsh"] * with_pdsh:
+        if not shutil.which(program):
+            say(f"error: {program} is not installed here")
+            return 2
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
     root = shlex.quote(os.environ.get("REPO_ROOT") or os.getcwd())
     master = os.environ.get("MASTER_ADDR") or hosts[0]

@@ -25,7 +25,8 @@ main() {
     print_help
     exit
   fi
-  [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS: '${2:-}' is not a number of GPUs"
+  [[ $# -gt 1 && "$1" != -* ]] || fail "the arguments are CONFIG GPUS [options]"
+  [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS: '$2' is not a number of GPUs"
   export NPROC_PER_NODE="$2"
   exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" 1 0 localhost "" "${@:3}"
 }

@@ -40,7 +40,8 @@ main() {
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
     exit
   fi
-  [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS_PER_NODE HOST ...: '${2:-}' is not a number of GPUs"
+  [[ $# -gt 2 && "$1" != -* ]] || fail "the arguments are CONFIG GPUS_PER_NODE HOST ... [options]"
+  [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS_PER_NODE HOST ...: '$2' is not a number of GPUs"
   local config="$1" hosts=() command=(env "NPROC_PER_NODE=$2" scripts/ssh/launch.py)
   shift 2
   while [[ $# -gt 0 && "$1" != -* ]]; do

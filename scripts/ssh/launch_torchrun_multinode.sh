@@ -33,10 +33,11 @@ main() {
     exit
   fi
   local usage="CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR"
-  [[ "${2:-} ${3:-} ${4:-}" =~ ^[1-9][0-9]*\ [1-9][0-9]*\ [0-9]+$ ]] ||
-    fail "$usage: '${2:-}', '${3:-}' and '${4:-}' should be numbers"
+  [[ $# -gt 4 && "$1" != -* ]] || fail "the arguments are $usage [options]"
+  [[ "$2 $3 $4" =~ ^[1-9][0-9]*\ [1-9][0-9]*\ [0-9]+$ ]] ||
+    fail "$usage: '$2', '$3' and '$4' should be numbers"
   (($4 < $3)) || fail "$usage: of $3 nodes, the ranks are 0 to $(($3 - 1)), not $4"
-  [[ "${5:-}" =~ ^[A-Za-z0-9] ]] || fail "$usage: '${5:-}' is not a MASTER_ADDR"
+  [[ "$5" =~ ^[A-Za-z0-9] ]] || fail "$usage: '$5' is not a MASTER_ADDR"
   export NPROC_PER_NODE="$2"
   exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" "$3" "$4" "$5" "$MASTER_PORT" "${@:6}"
 }

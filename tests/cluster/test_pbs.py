@@ -63,7 +63,7 @@ def test_a_node_that_fails_is_named_and_ends_the_job(qsub, cluster, repo, tmp_pa
     assert code == 2
     assert f"error: node02: there is no config configs/default_config.yaml in {repo}" in text
     assert "pbs_train.sh: error: node02 failed (exit code 2), so all nodes were stopped" in text
-    assert "supervise.py: error: configuration at step 0: node02: there is no config" in text
+    assert "supervise.py: error: configuration: node02: there is no config" in text
 
 
 ALONE = """

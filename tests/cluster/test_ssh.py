@@ -596,14 +596,19 @@ def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, option
 
 def test_mistakes_in_the_call(cluster, repo):
     for words, message in (
-        ([AUTO, CONFIG, "node01"], "'node01' is not a number of GPUs"),
-        ([AUTO, CONFIG, "2"], "there is no HOST"),
+        ([AUTO, CONFIG, "node01", "node02"], "'node01' is not a number of GPUs"),
+        ([AUTO, CONFIG, "2"], "the arguments are CONFIG GPUS_PER_NODE HOST ... [options]"),
+        ([AUTO, CONFIG, "2", "--epochs=3"], "there is no HOST"),
+        ([AUTO, "--epochs", "2", "node01"], "the arguments are CONFIG "),
         ([AUTO, CONFIG, "2", "node01", "node01"], "node01 is named twice"),
         ([AUTO, CONFIG, "2", "node01;id"], "'node01;id' is not a host name"),
         ([PDSH, CONFIG, "2"], "no HOSTS"),
-        (["scripts/ssh/launch_singlenode.sh", CONFIG], "'' is not a number of GPUs"),
+        (["scripts/ssh/launch_singlenode.sh", CONFIG], "the arguments are CONFIG GPUS [options]"),
+        (["scripts/ssh/launch_singlenode.sh", "--epochs", "3"], "the arguments are CONFIG GPUS "),
+        (["scripts/ssh/launch_singlenode.sh", CONFIG, "two"], "'two' is not a number of GPUs"),
+        (["scripts/test_distributed.sh", "two"], "'two' is not a number of processes"),
         (["scripts/ssh/launch_multinode.sh", CONFIG, "2", "2", "2", "a"], "0 to 1, not 2"),
-        (["scripts/ssh/launch_multinode.sh", CONFIG, "2", "2", "1"], "'' is not a MASTER_ADDR"),
+        (["scripts/ssh/launch_multinode.sh", CONFIG, "2", "2", "1"], "the arguments are CONFIG "),
         (["scripts/cluster_train.sh", CONFIG, "two", "0"], "num_nodes 'two', node_rank '0'"),
         (["scripts/cluster_train.sh", CONFIG, "2"], "this host is not one of: localhost"),
         (

@@ -24,7 +24,7 @@ def long_options(tiny):
 
 @pytest.fixture(scope="session")
 def untouched(tmp_path_factory, long_options):
-    run = train(tmp_path_factory.mktemp("untouched") / "run", 4, *long_options)
+    run = train(tmp_path_factory.mktemp("untouched") / "run", 4, *long_options, timeout=600)
     return run.checkpoint(f"checkpoint_epoch_{EPOCHS}")
 
 
