@@ -192,6 +192,7 @@ def test_many_faults_are_reported_together(cluster, repo, tmp_path, inject):
     assert len(lines) == 4, text
 
 
+@pytest.mark.long
 def test_a_full_disk_and_a_tiny_dev_shm(cluster, repo, tmp_path, inject):
     run = tmp_path / "run"
     run.mkdir()

@@ -22,11 +22,15 @@ def test_two_nodes_of_four_as_shipped(cluster, repo, probe, launcher):
     assert where == [(n, n % 4, f"node{n // 4 + 1:02}") for n in range(8)]
 
 
-def test_one_node_of_four(cluster, repo, tmp_path, probe, options, check):
+@pytest.mark.long
+def test_one_node_of_four_trains(cluster, repo, tmp_path, options, check):
     run = f"--checkpoint-dir={tmp_path / 'run'}"
     code, text = cluster.sbatch(repo, "--nodes=1", LAUNCHERS[0], *options, run)
     assert code == 0, text
     check(text, tmp_path / "run", {text.split("Master node: ")[1][:6]: "0-3"})
+
+
+def test_one_node_of_four_without_torchrun(cluster, repo, probe):
     link = "scripts/slurm/slurm_train_single_node.sh"
     code, text = cluster.sbatch(repo, link, **probe)
     assert code == 0, text
@@ -105,6 +109,7 @@ def test_of_a_node_of_its_own_a_job_takes_the_gpus_it_asked_for(cluster, repo, p
         assert {record["world_size"] for record in probed(text)} == {4}, text
 
 
+@pytest.mark.long
 def test_two_jobs_on_one_node_at_once_do_not_meet(cluster, repo, tmp_path, options):
     jobs = []
     for name in "ab":

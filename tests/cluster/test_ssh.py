@@ -181,7 +181,8 @@ def test_logs_that_cannot_be_written_are_said_before_anything_starts(cluster, tm
     assert code == 2 and "error: cannot write to logs: set LOG_DIR\n" in text
 
 
-@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
 def test_a_second_ctrl_c_ends_what_does_not_stop(cluster, stubborn, launcher):
     launch = stubborn(launcher)
     press_ctrl_c(launch)
@@ -262,6 +263,7 @@ def test_a_lost_connection_leaves_nothing_on_the_node(cluster, stubborn):
     cluster.assert_nothing_left(2 * GRACE)
 
 
+@pytest.mark.long
 def test_a_node_whose_node_py_is_killed_stops(cluster, repo, tmp_path, tiny):
     launch = long_run(cluster, repo, tmp_path, tiny, AUTO)
     os.kill(one_process(cluster, "node02", "scripts/ssh/node.py"), signal.SIGKILL)
@@ -306,6 +308,7 @@ def test_there_is_time_for_a_last_save(cluster, slow_to_save, tmp_path, way):
     assert code == (-signal.SIGKILL if way == "SIGKILL" else 0)
 
 
+@pytest.mark.long
 def test_a_node_that_fails_while_others_save_lets_them(cluster, slow_to_save, tmp_path):
     launch = slow_to_save(FAILING="2 3", SAVE_SECONDS="2")
     press_ctrl_c(launch)
