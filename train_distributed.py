@@ -3,7 +3,7 @@
 
     python train_distributed.py                                     # one process: a laptop, one GPU
     torchrun --standalone --nproc-per-node 4 train_distributed.py   # one machine with four GPUs
-    srun --ntasks-per-node=4 python scripts/guard.py train_distributed.py   # Slurm: a task per GPU
+    srun -n 4 python scripts/guard.py train_distributed.py          # Slurm: one task for each GPU
 
 A rank is one process with one GPU. Every rank must call what is marked "collective": a rank that
 skips it leaves the others waiting. A step consumes --global-batch-size samples, in micro-batches of
@@ -154,7 +154,7 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
     if (cfg.nodes or nodes, cfg.gpus_per_node or per_node) != (nodes, per_node):
         raise UserError(f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks")
     backend = cfg.distributed_backend or ("nccl" if gpus else "gloo")
-    if gpus:  # with srun --gpus-per-task=1, each rank sees one GPU, number 0
+    if gpus:  # with one GPU per Slurm task, each rank sees one GPU, number 0
         device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)  # otherwise every rank would also use GPU 0
     if rank == 0:
@@ -196,7 +196,7 @@ def log(text: str, stream=None) -> None:
     """Print a line. Training goes on even if nobody can read it any more."""
     try:
         print(text, file=stream, flush=True)
-    except (OSError, RuntimeError):  # a closed terminal, a full disk, Ctrl-C during another print
+    except OSError:  # a closed terminal, a `tee` ended by Ctrl-C, a full disk under the log
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
@@ -326,8 +326,7 @@ class MicroBatchSampler:
             text = f"--batch-size must divide the global batch of this run, {total}, into at least"
             raise UserError(f"{text} {world.world_size} micro-batches: one per rank")
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
-        self.local_micro_batches = range(first, end)
-        self.steps_per_epoch = -(-samples // total)
+        self.local_micro_batches, self.steps_per_epoch = range(first, end), -(-samples // total)
 
     def bounds(self, step: int, micro: int) -> tuple[int, int, int]:
         """Begin and end of a micro-batch in the epoch's order, and the samples of its step."""
@@ -557,7 +556,8 @@ class StopFlag:
         if number == signal.SIGINT and time.time() > self.since + 1:
             os._exit(130)
         if (number, self.since, os.environ.get("RANK", "0")) == (signal.SIGINT, math.inf, "0"):
-            log("\nstopping: all ranks save and exit; press Ctrl-C again to kill them", sys.stderr)
+            with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
+                os.write(2, b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n")
         self.reason = self.reason or signal.Signals(number).name
         self.since = min(self.since, time.time())
 

@@ -250,9 +250,9 @@ class Supervisor:
         # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
         orphaned = code in (-9, 137) and not self.signals
         if status.get("state") in ("finished", "stopped") and not orphaned:
-            by_us = status.get("reason", "") == "STOP file" and self.stopping_since
-            asked = ", ".join(names) or "time limit"
-            return status["state"], asked if by_us else status.get("reason", "")
+            reason = status.get("reason", "")
+            by_us = reason == "STOP file" and self.stopping_since
+            return status["state"], (", ".join(names) or "time limit") if by_us else reason
         if code == 0 and not failure:
             if self.stopping_since:
                 return "stopped", ", ".join(names) or "time limit"

@@ -69,7 +69,7 @@ def saved(directory) -> list[str]:
 
 # torchrun's own limit is 30 s.
 @pytest.mark.parametrize("seconds", [3, pytest.param(35, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)])
 def test_all_ranks_save_when_slurm_signals_all_processes_of_a_node(tmp_path, node, name, seconds):
     """SIGTERM it sends twice within a moment, when it ends a job."""
     node = node(seconds)
@@ -107,6 +107,18 @@ def test_a_host_name_is_not_executed(tmp_path, host):
     result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert not list(copy.rglob("canary"))
+
+
+def test_a_login_host_without_ssh_is_told(tmp_path):
+    for tool in Path("/usr/bin").iterdir():
+        if tool.name not in ("ssh", "pdsh"):
+            (tmp_path / tool.name).symlink_to(tool)
+    for launcher in ("launch_torchrun_auto.sh", "launch_pdsh_multinode.sh"):
+        command = [REPO / "scripts/ssh" / launcher, "configs/default_config.yaml", "2", "a", "b"]
+        env = {"PATH": str(tmp_path), "LOG_DIR": str(tmp_path / "logs")}
+        result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=env)
+        assert result.returncode == 2 and "is not installed here" in result.stderr, result.stderr
+        assert len(result.stderr.splitlines()) == 1
 
 
 MEMORY = Path("/sys/fs/cgroup/memory")

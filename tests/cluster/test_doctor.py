@@ -101,6 +101,7 @@ def test_by_ssh_it_runs_as_well_and_prints_a_table(cluster, repo, tmp_path):
     assert re.search(r"(?m)^doctor.py: \d+ OK$", text), text
 
 
+@pytest.mark.long
 def test_a_blocked_port(cluster, repo, tmp_path, inject):
     inject("node01", *nft("tcp dport 15000-32767 ip saddr 10.77.0.12 drop", "input"))
     seconds, code, findings, text = job(cluster, repo, tmp_path / "run")

@@ -39,7 +39,12 @@ def test_one_node_of_four_without_torchrun(cluster, repo, probe):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
-    "left", [["--ntasks-per-node=2", "--gpus-per-task=1"], ["--ntasks-per-node=3", "-c1"]], ids=str
+    "left",
+    [
+        ["--ntasks-per-node=2", "--gpus-per-task=1"],
+        pytest.param(["--ntasks-per-node=3", "-c1"], marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_directives_left_over_from_another_script_do_no_harm(cluster, repo, probe, launcher, left):
     words = [*TWO_BY_TWO, *left, launcher]
@@ -180,7 +185,9 @@ def started(cluster, repo, run, tiny, *words) -> str:
     return text.strip()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [LAUNCHERS[0], pytest.param(LAUNCHERS[1], marks=pytest.mark.long)]
+)
 def test_a_rank_that_fails_ends_the_job_and_its_node_is_named(cluster, repo, tmp_path, launcher):
     script = tmp_path / "my_train.py"  # the others would wait for it for ever
     script.write_text(
@@ -231,7 +238,7 @@ def test_node_names_with_suffixes_and_a_process_tracker_of_its_own(
     racks.assert_nothing_left()
 
 
-@pytest.mark.parametrize("cpus", [[], ["--cpus-per-task=1"]], ids=["unset", "set"])
+@pytest.mark.parametrize("cpus", [[], pytest.param(["--cpus-per-task=1"], marks=pytest.mark.long)])
 @pytest.mark.skipif(os.cpu_count() < 2, reason="binds two tasks to cores of their own")
 def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
     # As shipped, but for the directive that asks for more cores than this machine has.

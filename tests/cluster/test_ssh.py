@@ -572,9 +572,8 @@ def test_a_busy_port_is_skipped_or_an_error(cluster, repo):
         listener.communicate()
 
 
-@pytest.mark.parametrize(
-    "launcher", [AUTO, pytest.param("slurm_train_multinode.sh", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [AUTO, "slurm_train_multinode.sh"])
 def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, options, check, launcher):
     """Debian's way; gloo would listen there, where nobody else can reach it."""
     for host in TWO_NODES:
@@ -623,7 +622,7 @@ def test_mistakes_in_the_call(cluster, repo):
         assert code == 2 and message in text and text.count("\n") == 1, text
 
 
-@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
 def test_a_dry_run_prints_a_command_that_can_be_pasted(cluster, repo, probe, launcher):
     env = probe
     words = [*words_of(launcher), "--mine", "it's"]

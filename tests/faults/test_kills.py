@@ -77,6 +77,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_the_control_a_save_in_place_does_not_survive_kills(tmp_path):
     draw, broken, path = random.Random(4), 0, tmp_path / "naive.pt"
     for _ in range(5):
@@ -120,7 +121,7 @@ def assert_same_training(run, straight, mode: str) -> None:
         assert_same_state(run.newest(), straight.newest())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["--reproducible", pytest.param("plain", marks=pytest.mark.long)])
 def test_a_training_whose_ranks_are_killed_ends_as_if_nothing_had_happened(tmp_path, tiny, mode):
     """The test is the launcher, with another number of ranks each time."""
     draw, run = random.Random(mode), tmp_path / "run"

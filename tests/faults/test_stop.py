@@ -154,7 +154,13 @@ def test_a_stop_during_evaluation_ends_the_run_soon_after_it(tmp_path, tiny):
     assert_same_state(run.checkpoint(end), straight.checkpoint(end))
 
 
-@pytest.mark.parametrize("command", [PLAIN, [*TORCHRUN, PLAIN[-1]]], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(PLAIN, id="python", marks=pytest.mark.long),
+        pytest.param([*TORCHRUN, PLAIN[-1]], id="torchrun"),
+    ],
+)
 @pytest.mark.parametrize("way", ["Ctrl-C beside a tee", "a closed terminal"])
 def test_it_saves_though_nobody_reads_its_output_any_more(tmp_path, tiny, command, way):
     terminal, other_end = pty.openpty() if way == "a closed terminal" else os.pipe()
@@ -266,5 +272,5 @@ def test_a_ctrl_c_passed_on_by_a_launcher_saves_and_a_second_one_ends_it(
     stopped = launch(run, 1, *tiny, FOREVER, during=during, before=slow)
     assert stopped.codes == [code]
     assert stopped.checkpoints() if code == 0 else not stopped.checkpoints()
-    text = "\nstopping: all ranks save and exit; press Ctrl-C again to kill them\n"
+    text = "\nstopping: ranks save and exit; press Ctrl-C again to kill them\n"
     assert stopped.err == [text]  # once
