@@ -110,9 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def positive_int(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
 
 
 def parse_config(argv: list[str], parser: argparse.ArgumentParser | None = None):

@@ -43,7 +43,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path, option):
     "text, expected",
     [
         ("epoch: 3", "my config.yaml: unrecognized arguments: --epoch=3, did you mean --epochs?"),
-        ("epochs: three", "my config.yaml: argument --epochs: invalid positive_int value: 'three'"),
+        ("epochs: three", "my config.yaml: argument --epochs: three is not a positive integer"),
         ("compile: maybe", "my config.yaml: argument --compile"),
         ("training: {epochs: 3}", "my config.yaml: unrecognized arguments: --training="),
         ("- epochs", "my config.yaml: it needs lines like `epochs: 5` ("),
