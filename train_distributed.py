@@ -624,7 +624,7 @@ class Run:
         self.last_step = min(self.total, cfg.stop_at_step or self.total)
         self.trackers, self.unwritten, self.synced_at = [], b"", time.monotonic()
         self.saved = sorted(directory.path.glob("checkpoint_*.pt"), key=os.path.getmtime)
-        self.stop, self.began, self.exact_sum = StopFlag(directory.path), time.time(), None
+        self.stop, self.began, self.exact_sum = StopFlag(directory.path), time.time(), 0
 
 
 def compute_loss(run: Run, model: nn.Module, images: torch.Tensor, labels: torch.Tensor):
@@ -660,16 +660,17 @@ def add_exactly(run: Run, last: bool) -> None:
 
     They are rounded to multiples of 2**-40, the last bit of a float64 from 2**12 on. Sums below
     2**13 are then exact, in any order and on any number of ranks; gradients must be below 2**11.
+    With fp16, multiply these limits by the loss scale, a power of two.
     """
     parameters = [p for p in run.model.parameters() if p.requires_grad]
     flat = torch.cat([p.grad.flatten() for p in parameters]).double()
-    flat.div_(run.scaler.scale(flat.new_ones(()))).add_(1.5 * 2**12).sub_(1.5 * 2**12)
-    run.exact_sum = flat if run.exact_sum is None else run.exact_sum.add_(flat)
+    rounding = run.scaler.scale(flat.new_tensor(1.5 * 2**12))  # scaled like the gradients
+    run.exact_sum = flat.add_(rounding).sub_(rounding).add_(run.exact_sum)
     run.optimizer.zero_grad()
     if last:
         if run.world.world_size > 1:
             dist.all_reduce(run.exact_sum)
-        total, run.exact_sum = run.scaler.scale(run.exact_sum), None
+        total, run.exact_sum = run.exact_sum, 0
         for p, grad in zip(parameters, total.split([p.numel() for p in parameters])):
             p.grad = torch.empty_like(p).copy_(grad.view_as(p))
 
