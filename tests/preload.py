@@ -5,7 +5,7 @@ import os
 
 import train_distributed  # noqa: F401
 
-# faults/test_safeguards.py switches a safeguard off, for all ranks and for the tests themselves.
+# faults/test_safeguards.py switches a safeguard off: here, and in conftest.py for the tests.
 exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
 
 os.environ.pop("PYTHONPATH", None)  # of harness.start_fork_server()

@@ -48,10 +48,6 @@ TRAINER = {
         t.on_rank_0 = on_rank_0
         """,
     ),
-    "loader workers ignore stop signals": (
-        "test_stop.py -k whole_process_group",
-        "t.ignore_stop_signals = lambda worker: None",
-    ),
     "a hang ends with stacks": (
         "test_hang.py -k 'stopped_rank or busy'",
         "t.faulthandler.dump_traceback_later = lambda *_, **__: None",
@@ -144,25 +140,37 @@ TRAINER = {
     ),
 }
 
-SUPERVISOR = {
-    "it gives up after three crashes": ("test_supervise.py -k retried_twice", "s.NO_PROGRESS = 9"),
+# The same for scripts that the test starts as such: `s` is the script.
+SCRIPTS = {
+    "loader workers ignore stop signals": (
+        "train_distributed.py",
+        "faults/test_stop.py -k whole_process_group",
+        "s.ignore_stop_signals = lambda worker: None",
+    ),
+    "it gives up after three crashes": (
+        "scripts/supervise.py",
+        "test_supervise.py -k retried_twice",
+        "s.NO_PROGRESS = 9",
+    ),
     "it gives up if a restart would not help": (
+        "scripts/supervise.py",
         "test_supervise.py -k would_repeat",
         "s.WOULD_REPEAT = ()",
     ),
     "the launch ends with it": (
+        "scripts/supervise.py",
         "test_supervise.py -k killed_supervisor",
         "s.die_with_parent = lambda: None",
     ),
 }
 
-# In place of supervise.py; the real one lies beside it.
+# In place of the script; the real one lies beside it.
 WRAPPER = """#!/usr/bin/env python3
 import importlib.util
 import sys
 from pathlib import Path
 
-spec = importlib.util.spec_from_file_location("s", Path(__file__).with_name("real_supervise.py"))
+spec = importlib.util.spec_from_file_location("s", Path(__file__).with_name("real.py"))
 s = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(s)
 {code}
@@ -199,14 +207,16 @@ def test_without_a_safeguard_of_the_trainer_its_test_fails(tmp_path, safeguard):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("safeguard", SUPERVISOR)
-def test_without_a_safeguard_of_the_supervisor_its_test_fails(tmp_path, safeguard):
-    tests, code = SUPERVISOR[safeguard]
+@pytest.mark.parametrize("safeguard", SCRIPTS)
+def test_without_a_safeguard_of_a_script_its_test_fails(tmp_path, safeguard):
+    name, tests, code = SCRIPTS[safeguard]
     copy = copy_repository(tmp_path / "repo")
-    script = copy / "scripts/supervise.py"
-    real = script.rename(script.with_name("real_supervise.py"))
-    name = code.split(" = ")[0].removeprefix("s.")
-    assert re.search(rf"^(def )?{name}\b", real.read_text(), re.MULTILINE), "it is not there now"
+    script = copy / name
+    real = script.rename(script.with_name("real.py"))
+    replaced = code.split(" = ")[0].removeprefix("s.")
+    assert re.search(rf"^(def )?{replaced}\b", real.read_text(), re.MULTILINE), (
+        "it is not there now"
+    )
     script.write_text(WRAPPER.format(code=code))
     script.chmod(0o755)
     assert_fails(tests, tmp_path, copy)
