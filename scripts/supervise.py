@@ -246,16 +246,16 @@ class Supervisor:
 
     def cause(self, code, status, failure):
         """Why an attempt ended: (one of the causes above, reason)."""
-        names = [name for name, _ in self.signals]
+        asked = ", ".join(name for name, _ in self.signals) or "time limit"
         # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
         orphaned = code in (-9, 137) and not self.signals
         if status.get("state") in ("finished", "stopped") and not orphaned:
             reason = status.get("reason", "")
             by_us = reason == "STOP file" and self.stopping_since
-            return status["state"], (", ".join(names) or "time limit") if by_us else reason
+            return status["state"], asked if by_us else reason
         if code == 0 and not failure:
             if self.stopping_since:
-                return "stopped", ", ".join(names) or "time limit"
+                return "stopped", asked
             return "ended", "exit code 0, but the training wrote no STATUS_FILE"
         if failure.get("cause") not in WOULD_REPEAT and (lost := nodes_lost(self.nodes)):
             self.nodes = [node for node in self.nodes if node not in lost]
