@@ -13,8 +13,9 @@ resumed run, trains on the same batches in the same order, without any random st
 
 To make it yours, change get_datasets(), build_model() and, if need be, compute_loss().
 To stop and save: Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in
---checkpoint-dir, or the file $STOP_FILE; the time $DEADLINE (in seconds since 1970). To resume, run
-the same command. Exit code: 0 finished, or stopped and saved; 2 user error; 1 anything else.
+--checkpoint-dir, or the file $STOP_FILE; the time $DEADLINE (in seconds since 1970). To save and go
+on: a file SAVE in --checkpoint-dir; SIGURG to any rank. To resume, run the same command. Exit code:
+0 finished, or stopped and saved; 2 user error; 1 anything else.
 """
 
 import argparse
@@ -471,6 +472,7 @@ def save_checkpoint(run: "Run", final: bool) -> None:
     epoch, step = divmod(run.global_step, run.sampler.steps_per_epoch)
     name = f"checkpoint_step_{run.global_step}" if step else f"checkpoint_epoch_{epoch}"
     path = run.directory.path / f"{name}.pt"
+    path.with_name("SAVE").unlink(missing_ok=True)
     state = {"name": name, "run": run.name, "config": dict(vars(run.cfg))}
     state |= {key: getattr(run, key) for key in POSITION_FIELDS}  # plain types: weights_only
     state |= {part: getattr(run, part).state_dict() for part in ("model", "optimizer", "scaler")}
@@ -491,15 +493,12 @@ def save_checkpoint(run: "Run", final: bool) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The content of a checkpoint, on the CPU. UserError if it is damaged, or not one of ours."""
+    """The content of a checkpoint, on the CPU. UserError if it is damaged."""
     with explain(f"{path} on {socket.gethostname()} is damaged or not a checkpoint", Exception):
         # The file is a zip archive with a CRC-32 for each record, which torch.load() ignores.
         if damaged := zipfile.ZipFile(path).testzip():
             raise ValueError(f"wrong CRC-32 of {damaged}")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if path.stem != (name := state["name"]) and path.stem.startswith("checkpoint_"):
-            raise ValueError(f"it holds {name}")
-        return state
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def find_checkpoint(cfg: argparse.Namespace, directory: RunDirectory) -> Path | None:
@@ -543,10 +542,11 @@ class StopFlag:
 
     @explain("DEADLINE should be a time in seconds since 1970", ValueError)
     def __init__(self, directory: Path):
-        self.reason, self.since = "", math.inf
+        self.reason, self.since, self.save = "", math.inf, False
         self.files = directory / "STOP", Path(os.environ.get("STOP_FILE", directory / "STOP"))
         end = float(os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or math.inf)
         self.deadline = end - min(120, (end - time.time()) / 10)  # that is left for saving
+        signal.signal(signal.SIGURG, lambda *_: setattr(self, "save", True))  # others ignore it
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self.on_signal)
@@ -642,7 +642,6 @@ def compute_loss(run: Run, model: nn.Module, images: torch.Tensor, labels: torch
 
 def wrap_ddp(run: Run) -> None:
     """DistributedDataParallel averages the gradients of all ranks during the backward pass."""
-    # Gradients are views of the buffers that DDP sends, which saves a copy.
     run.ddp = nn.parallel.DistributedDataParallel(run.model.train(), gradient_as_bucket_view=True)
     run.ddp.broadcast_buffers = False  # BatchNorm's: evaluate() does it (deprecated as an argument)
     # DDP regroups the gradients after its first backward pass. Do that here, with two passes that
@@ -710,18 +709,19 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
     run.global_step += 1
 
 
-def sync(run: Run, metrics: Metrics) -> tuple[list[int], bool]:
-    """([loss, correct, samples], whether to stop), the same on every rank. Collective."""
+def sync(run: Run, metrics: Metrics) -> tuple[list[int], bool, bool]:
+    """([loss, correct, samples], whether to stop, to save), the same on all ranks. Collective."""
     faulthandler.dump_traceback_later(run.cfg.hang_timeout, exit=True)  # with all stacks
     steps, now = max(1, run.global_step - run.synced_step), time.monotonic()
-    flags = run.stop.poll(), int(1e6 * (now - run.synced_at) / steps)
-    *totals, stop, mean = metrics.all_reduce(run.world, flags)
+    save = run.stop.save or (run.world.rank == 0 and (run.directory.path / "SAVE").exists())
+    flags = run.stop.poll(), save, int(1e6 * (now - run.synced_at) / steps)
+    *totals, stop, save, mean = metrics.all_reduce(run.world, flags)
     interval = int(1e6 * SYNC_SECONDS * run.world.world_size / max(1, mean))
-    run.synced_step, run.synced_at = run.global_step, now
+    run.synced_step, run.synced_at, run.stop.save = run.global_step, now, False
     run.next_sync = run.global_step + max(1, min(interval, 2 * steps))
     if run.scaler.get_scale() < 2.0**-10:  # it halves whenever it skips a step
         raise UserError("gradients are often not finite: lower --lr or set --clip-grad-norm", "NaN")
-    return totals, bool(stop)
+    return totals, bool(stop), bool(save)
 
 
 def train_epoch(run: Run) -> bool:
@@ -741,13 +741,13 @@ def train_epoch(run: Run) -> bool:
         log_now = last or run.global_step % cfg.log_every_steps == 0
         save_now = run.global_step % (cfg.checkpoint_every_steps or math.inf) == 0
         if log_now or save_now or end or run.global_step >= run.next_sync:
-            totals, stop = sync(run, metrics)
+            totals, stop, save = sync(run, metrics)
             run.epoch_totals = [a + b for a, b in zip(before, totals)]
             if log_now:
                 log_interval(run, bar)
             if last or end or stop:
                 break
-            if save_now:
+            if save_now or save:
                 save_checkpoint(run, final=False)
     bar.close()
     save_checkpoint(run, final=end or stop)

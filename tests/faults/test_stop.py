@@ -255,6 +255,25 @@ def test_a_stop_need_not_wait_for_the_next_record(tmp_path, tiny):
     assert stopped.status()["global_step"] < 26
 
 
+@pytest.mark.parametrize("way", ["file", "signal"])
+def test_a_request_to_save_is_met_once_and_training_goes_on(tmp_path, tiny, way):
+    run = tmp_path / "run"
+    poll = "import train_distributed; train_distributed.SYNC_SECONDS = 0.1"
+
+    def during(processes):
+        wait_for_step(run, 5)
+        if way == "file":
+            (run / "SAVE").touch()
+        else:
+            os.kill(processes[-1].pid, signal.SIGURG)
+        wait_until(lambda: list(run.glob("checkpoint_step_*.pt")), "no checkpoint")
+        wait_for_step(run, steps_of(run) + 30)
+        assert not (run / "SAVE").exists() and len(list(run.glob("checkpoint_*.pt"))) == 1
+        signal_all(processes, signal.SIGINT)
+
+    train(run, 2, *tiny, "--batch-size=1", before=poll, during=during)  # 120 steps in an epoch
+
+
 @pytest.mark.parametrize("pause, code", [(0.05, 0), (1.5, 130)], ids=["at once", "later"])
 def test_a_ctrl_c_passed_on_by_a_launcher_saves_and_a_second_one_ends_it(
     tmp_path, tiny, pause, code
