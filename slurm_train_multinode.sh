@@ -6,16 +6,25 @@
 # Usage: sbatch [options of sbatch] slurm_train_multinode.sh [config] [options of train_distributed.py]
 #        bash slurm_train_multinode.sh --help
 #
+# In a job array, %a in an argument is the task's number.
+#
 # Environment (see also scripts/site.sh and scripts/supervise.py):
-#   REPO_ROOT     path of this repository            [the submission directory, or that of this file]
-#   MASTER_ADDR   address of the first node, reachable from all nodes  [its name]
-#   MASTER_PORT   a free port on the first node                        [derived from the job and step]
-#   TRAIN_SCRIPT  any training script that works with torchrun         [train_distributed.py]
-#   DRY_RUN       1: only print the commands                           []
+#   REPO_ROOT       path of this repository            [the submission directory, or that of this file]
+#   MASTER_ADDR     address of the first node, reachable from all nodes  [its name]
+#   MASTER_PORT     a free port on the first node                        [derived from the job and step]
+#   TRAIN_SCRIPT    any training script that works with torchrun         [train_distributed.py]
+#   RANK_PREFIX     1: each line of output begins with its rank          []
+#   EPOCHS          --epochs                                             []
+#   BATCH_SIZE      --batch-size                                         []
+#   LEARNING_RATE   --lr                                                 []
+#   DATA_DIR        --data-dir                                           []
+#   CHECKPOINT_DIR  --checkpoint-dir                                     []
+#   DRY_RUN         1: only print the commands                           []
 #
 # Examples:
 #   sbatch slurm_train_multinode.sh
 #   sbatch --nodes=4 --gpus-per-node=8 slurm_train_multinode.sh configs/default_config.yaml --epochs 10
+#   EPOCHS=20 BATCH_SIZE=128 LEARNING_RATE=0.1 CHECKPOINT_DIR=/scratch/run1 sbatch slurm_train_multinode.sh
 
 #SBATCH --job-name=train
 #SBATCH --nodes=2
@@ -23,15 +32,27 @@
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=8
 #SBATCH --no-kill
-#SBATCH --output=slurm-%j.out
+#SBATCH --requeue
+#SBATCH --output=logs/slurm-%j.out
 #SBATCH --open-mode=append
+# EDIT: delete "# EDIT " from a line that your site needs, and set its value.
+# EDIT #SBATCH --partition=gpu
+# EDIT #SBATCH --account=myproject
+# EDIT #SBATCH --time=24:00:00    # shortly before the end, the training saves and the job is requeued
+# EDIT #SBATCH --mem=0            # all memory of each node; the default of some sites is 1 GB per core
 
 set -euo pipefail
 
 REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
-export MASTER_ADDR="${MASTER_ADDR:-}"
+MASTER_ADDR="${MASTER_ADDR:-}"
 export MASTER_PORT="${MASTER_PORT:-}"
+RANK_PREFIX="${RANK_PREFIX:-}"
+EPOCHS="${EPOCHS:-}"
+BATCH_SIZE="${BATCH_SIZE:-}"
+LEARNING_RATE="${LEARNING_RATE:-}"
+DATA_DIR="${DATA_DIR:-}"
+CHECKPOINT_DIR="${CHECKPOINT_DIR:-}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -46,7 +67,7 @@ print_help() {
 # Slurm runs a copy of this file, so ask Slurm for the original path.
 find_repository() {
   local submitted place
-  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
+  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}')"
   until [[ -f "$submitted" || "$submitted" != *" "* ]]; do
     submitted="${submitted% *}" # drop an argument
   done
@@ -57,6 +78,22 @@ find_repository() {
     fi
   done
   fail "no train_distributed.py in ${SLURM_SUBMIT_DIR:-$PWD}: submit from the repository, or set REPO_ROOT"
+}
+
+# gpus_per_node: prints the number of GPUs that a step gets on each node. With --exclusive, that is what the
+# job requested, not all GPUs. SLURM_GPUS_PER_NODE has not heard of --gres on the command line.
+gpus_per_node() {
+  local job="$SLURM_JOB_ID" numbers
+  [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" # else all tasks
+  job="$(scontrol show job --details "$job")"
+  if [[ "$job" =~ TresPerNode=[^[:space:]]*gpu(:[^:,[:space:]]+)?:([0-9]+) ]]; then
+    echo "${BASH_REMATCH[2]}"
+    return
+  fi
+  mapfile -t numbers < <(sed -nE 's/.* GRES=gpu(:[^:(]+)?:([0-9]+)\(.*/\2/p' <<<"$job" | sort -nu)
+  ((${#numbers[@]} < 2)) || fail "the nodes have different numbers of GPUs (${numbers[*]}): use" \
+    "run_distributed.slurm, or sbatch --gpus-per-node"
+  echo "${numbers[0]:-1}"
 }
 
 # exec_command COMMAND...: replaces this shell. At a preemption, Slurm's SIGTERM would kill the shell at once,
@@ -78,17 +115,16 @@ main() {
   cd "$REPO_ROOT"
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
-  local config=configs/default_config.yaml gpus="${SLURM_GPUS_ON_NODE:-1}" cores="${SLURM_CPUS_ON_NODE:-}"
-  # shellcheck disable=SC2016
-  [[ -n "$cores" ]] || # in salloc, this shell runs outside the nodes
-    read -r gpus cores < <(srun --nodes=1 --ntasks=1 \
-      bash -c 'echo "${SLURM_GPUS_ON_NODE:-1} $SLURM_CPUS_ON_NODE"')
-  # With --exclusive, that is all GPUs of the node; use only those that the job requested.
-  [[ ! "${SLURM_GPUS_PER_NODE:-}" =~ ^([^:,]+:)?([0-9]+)$ ]] || gpus="${BASH_REMATCH[2]}"
-  ((gpus > 0)) || gpus=1
+  local config=configs/default_config.yaml gpus cores hosts
   if [[ $# -gt 0 && "$1" != -* ]]; then
     config="$1"
     shift
+  fi
+  if [[ -z "${ATTEMPT:-}" ]]; then # else supervise.py passes them on
+    set -- ${EPOCHS:+--epochs "$EPOCHS"} ${BATCH_SIZE:+--batch-size "$BATCH_SIZE"} \
+      ${LEARNING_RATE:+--lr "$LEARNING_RATE"} ${DATA_DIR:+--data-dir "$DATA_DIR"} \
+      ${CHECKPOINT_DIR:+--checkpoint-dir "$CHECKPOINT_DIR"} "$@"
+    set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
   fi
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
   if [[ -z "$DRY_RUN" && -z "${ATTEMPT:-}" ]]; then
@@ -97,13 +133,20 @@ main() {
   fi
   # One task per GPU, each with its share of the cores, whatever the job requested per task. A task
   # sees all GPUs of its node and uses that of its local rank: with only one visible, NVLink would be lost.
+  gpus="$(gpus_per_node)"
+  cores="${SLURM_JOB_CPUS_PER_NODE%%[^0-9]*}"
   cores="$((cores > gpus ? cores / gpus : 1))"
-  unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK
+  unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
+    SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND
+  # Set here, because a container may have no scontrol.
+  mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
+  [[ ${#hosts[@]} -gt 0 ]] || exit 2
+  export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"
   local script=(scripts/guard.py "$TRAIN_SCRIPT")
   [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
-  exec_command srun --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
-    --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" \
-    --cpus-per-task="$cores" --kill-on-bad-exit=1 "${python[@]}" "${script[@]}" --config "$config" "$@"
+  exec_command "${srun[@]}" --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
+    --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" --cpus-per-task="$cores" \
+    --kill-on-bad-exit=1 ${RANK_PREFIX:+--label} "${python[@]}" "${script[@]}" --config "$config" "$@"
 }
 
 main "$@"

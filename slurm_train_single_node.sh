@@ -17,8 +17,14 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=8
-#SBATCH --output=slurm-%j.out
+#SBATCH --requeue
+#SBATCH --output=logs/slurm-%j.out
 #SBATCH --open-mode=append
+# EDIT: delete "# EDIT " from a line that your site needs, and set its value.
+# EDIT #SBATCH --partition=gpu
+# EDIT #SBATCH --account=myproject
+# EDIT #SBATCH --time=24:00:00    # shortly before the end, the training saves and the job is requeued
+# EDIT #SBATCH --mem=0            # all memory of each node; the default of some sites is 1 GB per core
 
 set -euo pipefail
 
@@ -36,7 +42,7 @@ print_help() {
 # Slurm runs a copy of this file, so ask Slurm for the original path.
 find_repository() {
   local submitted place
-  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
+  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}')"
   until [[ -f "$submitted" || "$submitted" != *" "* ]]; do
     submitted="${submitted% *}" # drop an argument
   done

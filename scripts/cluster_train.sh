@@ -10,7 +10,8 @@
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   NPROC_PER_NODE  workers on this node                          [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
-#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose     [WARNING]
+#   LOG_LEVEL       torchrun's; DEBUG also tests PyTorch first and makes NCCL verbose  [WARNING]
+#   RANK_PREFIX     1: each line begins with host and rank; one file per rank in LOG_DIR  []
 #   LAUNCHER        torch.distributed.launch for an old PyTorch   [torch.distributed.run]
 #   TRAIN_SCRIPT    any training script that works with torchrun  [train_distributed.py]
 #   MASTER_ADDR     the host of node rank 0                       [Slurm's or PBS's first, or localhost]
@@ -27,6 +28,7 @@ set -euo pipefail
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"
 LOG_LEVEL="${LOG_LEVEL:-WARNING}"
+RANK_PREFIX="${RANK_PREFIX:-}"
 LAUNCHER="${LAUNCHER:-torch.distributed.run}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
 MASTER_ADDR="${MASTER_ADDR:-}"
@@ -123,7 +125,8 @@ main() {
   source scripts/site.sh
   "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "${python[*]} is not Python 3.11 or newer: see scripts/site.sh"
-  mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
+  # Not if Slurm and the launcher have set everything: a container may have no scontrol.
+  [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] || mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
 
   local config="${arguments[0]:-configs/default_config.yaml}"
   local nodes="${arguments[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
@@ -150,6 +153,11 @@ main() {
     NPROC_PER_NODE="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
   fi
   where+=(--nproc-per-node "$NPROC_PER_NODE")
+  local logs="$LOG_DIR/distributed_training" log prefix=()
+  if [[ -n "$RANK_PREFIX" ]]; then
+    prefix=(--tee 3 --log-dir "$logs")
+    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$(hostname -s) \${rank}] "
+  fi
 
   # CPU threads: this node's cores, divided among the workers.
   local cores
@@ -160,8 +168,12 @@ main() {
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
+    "${python[@]}" -c 'import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+print("PyTorch distributed works")' || fail "PyTorch distributed does not work here: see above"
   fi
-  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" scripts/guard.py "$TRAIN_SCRIPT" "${what[@]}")
+  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" "${prefix[@]}" scripts/guard.py "$TRAIN_SCRIPT" "${what[@]}")
   if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
     command=("${command[@]:0:3}" --use-env "${command[@]:3}")
   fi
@@ -171,7 +183,6 @@ main() {
 
   echo "\$$(printf ' %q' "${command[@]}")" # one write, because other nodes print too
   [[ -z "$DRY_RUN" ]] || exit 0
-  local logs="$LOG_DIR/distributed_training" log
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"

@@ -27,6 +27,11 @@ if [[ -n "${APPTAINER_IMAGE:-}" ]]; then
   python=(apptainer exec --nv --bind "$PWD" "$APPTAINER_IMAGE" python3)
 fi
 
+# ---- Slurm: all steps are started with this command. Without --export=ALL, they would inherit
+# `sbatch --export=NONE` and lose the variables that the launcher sets.
+srun=(srun --export=ALL)
+# srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data")    # Pyxis and Enroot
+
 # ---- memory. On a machine without GPUs, glibc would return each large activation to the kernel and fault it
 # in again in the next step, which is the largest single cost of a small network on a CPU.
 if [[ ! -e /dev/nvidia0 && ! -e /dev/kfd ]]; then

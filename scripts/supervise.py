@@ -8,7 +8,8 @@ themselves. It needs only Python 3.8.
 
     the training ...                  supervise.py ...
     finished                          exits
-    stopped: time limit, preemption   requeues the job under Slurm; elsewhere prints how to resume
+    stopped: time limit, preemption   requeues the job under Slurm, if Slurm permits it; else
+                                      prints how to resume
     stopped by you                    prints how to resume
     crashed                           runs the same command again on the remaining nodes
     crashed 3 times without progress  prints the reason and exits
@@ -27,13 +28,15 @@ The attempt log, attempts.jsonl in the run directory, has one line per attempt: 
 start_step, end_step, saved_step, recomputed, train_seconds, hosts, world_size, cause, reason.
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, disk, configuration, port, in use, replaced, exception.
-Exit code: 0 finished or stopped; 1 gave up; 2 user error.
+Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
 
 Environment:
-    MAX_RESTARTS   restarts after crashes within this job                    [10]
-    MAX_DURATION   seconds after which the training is asked to stop         []
-    STOP_SECONDS   seconds the training may take to stop before it is killed [300]
-    LOG_DIR        a directory that all nodes see                            [logs]
+    MAX_RESTARTS       restarts after crashes within this job                    [10]
+    MAX_DURATION       seconds after which the training is asked to stop         []
+    STOP_SECONDS       seconds the training may take to stop before it is killed [300]
+    STOPPED_EXIT_CODE  for your own scheduler or supervisor, for example 75, EX_TEMPFAIL of
+                       sysexits.h: "try again later"                             [0]
+    LOG_DIR            a directory that all nodes see                            [logs]
 
 Examples:
     scripts/supervise.py scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4
@@ -57,7 +60,9 @@ from pathlib import Path
 
 NO_PROGRESS = 3  # crashes in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
+LOOK_SECONDS, SILENT_SECONDS = 20, 60  # see look_for_lost_nodes()
 WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
+SBATCH_OPTIONS = {"Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time"}
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
 HOST = socket.gethostname()
@@ -73,8 +78,10 @@ def main():
         max_restarts = int(os.environ.get("MAX_RESTARTS") or 10)
         stop_seconds = float(os.environ.get("STOP_SECONDS") or 300)
         max_duration = float(os.environ.get("MAX_DURATION") or "inf")
+        stopped_code = int(os.environ.get("STOPPED_EXIT_CODE") or 0)
     except ValueError as error:
-        log(f"error: MAX_RESTARTS, MAX_DURATION and STOP_SECONDS should be numbers ({error})")
+        names = "MAX_RESTARTS, MAX_DURATION, STOP_SECONDS and STOPPED_EXIT_CODE"
+        log(f"error: {names} should be numbers ({error})")
         return 2
     if not shutil.which(command[0]):
         log(f"error: cannot start {command[0]}: there is no such program")
@@ -87,7 +94,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="supervise-") as local:
         supervisor = Supervisor(command, directory, Path(local), stop_seconds, max_duration)
         try:
-            return supervisor.keep_alive(max_restarts)
+            return supervisor.keep_alive(max_restarts, stopped_code)
         finally:
             supervisor.clean_up()
 
@@ -112,7 +119,8 @@ class Supervisor:
         self.count = 0  # attempts by this process
         self.restarts = self.crashes = 0
         self.nodes = self.nodes_at_first = nodes_of_job()
-        self.asked_slurm, self.missing = 0.0, []  # time and result of the last query for lost nodes
+        self.looked, self.missing = 0.0, []  # for lost nodes: time of the last look, and its result
+        self.written, self.written_at = [], self.began  # when the training last wrote a file
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
@@ -123,7 +131,7 @@ class Supervisor:
     def on_signal(self, number, _frame):
         self.signals.append((signal.Signals(number).name, time.time()))
 
-    def keep_alive(self, max_restarts):
+    def keep_alive(self, max_restarts, stopped_code):
         """Run attempts until the training ends. Returns the exit code."""
         while True:
             attempt = self.attempt()
@@ -137,9 +145,10 @@ class Supervisor:
             if cause in ("finished", "ended"):
                 return 0
             if cause == "stopped":
-                if not ON_TIME & set(reason.split(", ")) or not requeue():
-                    log(f"stopped ({reason or 'at --stop-at-step'}); to resume: {self.again()}")
-                return 0
+                if ON_TIME & set(reason.split(", ")) and requeue():
+                    return 0
+                log(f"stopped ({reason or 'at --stop-at-step'}); to resume: {resume_command()}")
+                return stopped_code
             known = attempt["world_size"]  # the script has written its status
             what = cause + f" at step {attempt['end_step']}" * bool(known)
             what += f": {reason}" * bool(reason)
@@ -162,9 +171,8 @@ class Supervisor:
                     why = "a stop was requested"
                 elif self.crashes >= NO_PROGRESS:
                     why = f"{self.crashes} crashes without progress"
-                log(
-                    f"error: {what}. Giving up: {why}. After fixing it, resume with: {self.again()}"
-                )
+                how = f"After fixing it, resume with: {resume_command()}"
+                log(f"error: {what}. Giving up: {why}. {how}")
                 return 2 if cause in ("configuration", "in use") else 1
             self.restarts += 1
             log(f"{what}. Restart {self.restarts} of {max_restarts}{saved}")
@@ -179,10 +187,6 @@ class Supervisor:
         on_time = asked and ON_TIME.issuperset(name for name, _ in self.signals)
         return too_few_nodes or (on_time and cause not in WOULD_REPEAT)
 
-    def again(self):
-        job = os.environ.get("SLURM_JOB_ID")
-        return f"scontrol requeue {job}" if job else " ".join(map(shlex.quote, sys.argv))
-
     # ------------------------------------------------------------------------- one attempt
 
     def attempt(self):
@@ -190,16 +194,17 @@ class Supervisor:
         self.count += 1
         name = f"{HOST}_{os.getpid()}_{self.count}"
         self.status_file = self.directory / f"status_{name}.json"
-        failure_file = self.directory / f"failure_{name}.json"
+        self.failure_file = self.directory / f"failure_{name}.json"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
-        env = {**self.environment(), "FAILURE_FILE": str(failure_file)}
+        env = {**self.environment(), "FAILURE_FILE": str(self.failure_file)}
         self.running, began = {"attempt": env["ATTEMPT_ID"], "start": time.time()}, time.time()
+        self.written_at = began
         code = self.run(env)
-        status, failure = read_json(self.status_file), read_json(failure_file)
-        for file in (self.status_file, failure_file):
+        status, failure = read_json(self.status_file), read_json(self.failure_file)
+        for file in (self.status_file, self.failure_file):
             if file.exists():
                 file.unlink()
         self.run_dir = status.get("run_dir") or self.run_dir
@@ -300,13 +305,8 @@ class Supervisor:
             self.run_dir = status.get("run_dir") or self.run_dir
             self.record({**self.running, "cause": "running"})
             self.running = None
-        if len(self.nodes) > 1 and time.time() > self.asked_slurm + 20:
-            # After losing a node, a step may never end, and the next one may never start.
-            missing = nodes_lost(self.nodes)
-            if missing and missing == self.missing:
-                log(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
-                kill_group(child)
-            self.asked_slurm, self.missing = time.time(), missing
+        if len(self.nodes) > 1 and time.time() > self.looked + LOOK_SECONDS:
+            self.look_for_lost_nodes(child)
         reserve = min(120, (self.deadline - self.began) / 10)
         out_of_time = time.time() > self.deadline - reserve
         if (self.signals or out_of_time) and not self.stopping_since:
@@ -324,6 +324,23 @@ class Supervisor:
             if again or time.time() > since + self.stop_seconds:
                 self.killed = True
                 kill_group(child)
+
+    def look_for_lost_nodes(self, child):
+        """After losing a node, a step may never end, and the next one may never start.
+
+        Asks Slurm only if a rank has failed or the training has not written anything for a while.
+        """
+        self.looked = time.time()
+        files = [self.status_file, Path(self.run_dir or self.directory) / "metrics.jsonl"]
+        written = [file.stat().st_mtime for file in files if file.exists()]
+        if written != self.written:
+            self.written, self.written_at = written, self.looked
+        silent = self.looked - self.written_at > SILENT_SECONDS
+        missing = nodes_lost(self.nodes) if silent or self.failure_file.exists() else []
+        if missing and missing == self.missing:
+            log(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
+            kill_group(child)
+        self.missing = missing
 
     def stop_files(self):
         return [self.stop_file, *([Path(self.run_dir) / "STOP"] if self.run_dir else [])]
@@ -504,18 +521,52 @@ def job_is_gone(job):
     return (state or "").strip() not in ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
 
 
+def slurm_id():
+    """The job's id for Slurm's commands. In an array, SLURM_JOB_ID of one task means all tasks."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+def facts_of_job():
+    """What `scontrol show job` prints; {} outside Slurm."""
+    text = slurm("scontrol", "show", "job", slurm_id()) if slurm_id() else None
+    facts = re.findall(r"(\w+)=(\S*)", text or "") + re.findall("(Command)=(.*)", text or "")
+    return dict(facts)
+
+
 def requeue():
     """Requeue this Slurm job. Returns whether Slurm will start it again."""
-    job = os.environ.get("SLURM_JOB_ID")
+    job, state = slurm_id(), facts_of_job().get("JobState")
     if not job:
         return False
-    facts = dict(re.findall(r"(\w+)=(\S*)", slurm("scontrol", "show", "job", job) or ""))
-    if facts.get("JobState") != "RUNNING":
-        log(f"job {job} is {facts.get('JobState')}: the rest is up to Slurm")
+    if state != "RUNNING":
+        log(f"job {job} is {state}: the rest is up to Slurm")
         return True
     log(f"requeueing job {job}")
     # This kills the job at once, so everything must be on disk by now.
-    return slurm("scontrol", "requeue", job) is not None
+    answer = subprocess.run(["scontrol", "requeue", job], stderr=subprocess.PIPE, text=True)
+    if answer.returncode:
+        log(f"Slurm does not requeue job {job}: {answer.stderr.strip()}")
+    return answer.returncode == 0
+
+
+def resume_command():
+    """The command that resumes the training, as typed in a shell."""
+    if os.environ.get("ENVIRONMENT") != "BATCH" or not slurm_id():
+        return " ".join(map(shlex.quote, sys.argv))
+    facts, words = facts_of_job(), ["sbatch", f"--nodes={os.environ['SLURM_JOB_NUM_NODES']}"]
+    if gpus := re.search(r"gpu(?::[^:,]+)?:(\d+)$", facts.get("TresPerNode", "")):
+        words.append(f"--gpus-per-node={gpus[1]}")
+    for name, option in SBATCH_OPTIONS.items():
+        if facts.get(name, "(null)") not in ("(null)", "N/A", "UNLIMITED"):
+            words.append(f"--{option}={facts[name]}")
+    script = facts.get("Command", "")  # with its arguments
+    arguments = []
+    if sys.argv[1] == "bash":  # one of our scripts; its arguments may come from variables
+        arguments = sys.argv[3:]
+        while " " in script and not os.path.isfile(script):
+            script = script.rpartition(" ")[0]
+    return " ".join([*map(shlex.quote, words), script, *map(shlex.quote, arguments)])
 
 
 if __name__ == "__main__":

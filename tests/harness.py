@@ -175,7 +175,9 @@ def write_images(root: Path) -> Path:
 def copy_repository(to: Path) -> Path:
     """Like a fresh clone, but with uncommitted changes."""
     ignore = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "__pycache__", "checkpoints")
-    return shutil.copytree(REPO, to, symlinks=True, ignore=ignore)
+    shutil.copytree(REPO, to, symlinks=True, ignore=ignore)
+    (to / "logs").mkdir()
+    return to
 
 
 def load(path: Path):

@@ -33,7 +33,8 @@ env = os.environ
 line = json.dumps({
     "host": socket.gethostname(), "rank": int(env["RANK"]), "local_rank": int(env["LOCAL_RANK"]),
     "world_size": int(env["WORLD_SIZE"]), "cores": sorted(os.sched_getaffinity(0)),
-    "argv": sys.argv[1:], "quoted": env.get("QUOTED"),
+    "argv": sys.argv[1:], "quoted": env.get("QUOTED"), "attempt": env.get("ATTEMPT_ID"),
+    "gpus": env.get("CUDA_VISIBLE_DEVICES"),
 })
 os.write(1, f"PROBE {line}\\n".encode())
 """

@@ -11,6 +11,7 @@ from hosts import probed
 
 LAUNCHERS = ["run_distributed.slurm", "slurm_train_multinode.sh"]
 TWO_BY_TWO = ["--nodes=2", "--gpus-per-node=2"]
+ELSEWHERE = "--output=slurm-%j.out"  # logs/ is in the repository
 TWO_NODES = {"node01": "0-1", "node02": "2-3"}
 
 
@@ -50,13 +51,86 @@ def test_directives_left_over_from_another_script_do_no_harm(cluster, repo, prob
     words = [*TWO_BY_TWO, *left, launcher]
     code, text = cluster.sbatch(repo, *words, **probe)
     assert code == 0, text
-    where = [(r["rank"], r["local_rank"], r["host"]) for r in probed(text)]
-    assert where == [(0, 0, "node01"), (1, 1, "node01"), (2, 0, "node02"), (3, 1, "node02")]
+    where = [(r["rank"], r["local_rank"], r["host"], r["gpus"]) for r in probed(text)]
+    assert where == [(n, n % 2, f"node{n // 2 + 1:02}", "0,1") for n in range(4)]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_gpus_requested_with_gres(cluster, repo, tmp_path, probe, launcher):
+    directive = tmp_path / "directive.sh"
+    text = (repo / launcher).read_text()
+    directive.write_text(text.replace("--gpus-per-node=4", "--gres=gpu:2"))
+    for words in (["--nodes=2", "--gres=gpu:2", launcher], ["--exclusive", directive]):
+        code, text = cluster.sbatch(repo, *words, **probe)
+        assert code == 0, text
+        assert [record["gpus"] for record in probed(text)] == ["0,1"] * 4, text
+
+
+def test_nodes_with_different_numbers_of_gpus(cluster, repo, tmp_path, probe):
+    texts = {}
+    for launcher in LAUNCHERS:
+        script = tmp_path / launcher
+        script.write_text((repo / launcher).read_text().replace("#SBATCH --gpus-per-node=4", ""))
+        _, texts[launcher] = cluster.sbatch(repo, "--gpus=6", script, **probe)
+    ranks = [(record["host"], record["local_rank"]) for record in probed(texts[LAUNCHERS[0]])]
+    assert ranks == [*(("node01", n) for n in range(5)), ("node02", 0)]
+    assert "the nodes have different numbers of GPUs (1 5): use run_distr" in texts[LAUNCHERS[1]]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_steps_get_the_environment_of_the_launcher(cluster, repo, probe, launcher):
+    """Whatever `sbatch --export` passes to the job: srun would pass just that to its tasks."""
+    variables = {"PYTHON": sys.executable, **probe}
+    export = "--export=" + ",".join(f"{name}={value}" for name, value in variables.items())
+    code, text = cluster.sbatch(repo, *TWO_BY_TWO, export, launcher)
+    assert code == 0, text
+    attempts = [record["attempt"] for record in probed(text)]
+    assert len(attempts) == 4 and set(attempts) == {attempts[0]} != {None}, text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_node_without_scontrol_as_in_a_container(cluster, repo, probe, launcher):
+    scontrol = shutil.which("scontrol")
+    assert cluster.on("node02", "mount", "--bind", "/bin/false", scontrol)[0] == 0
+    try:
+        code, text = cluster.sbatch(repo, *TWO_BY_TWO, launcher, **probe, RANK_PREFIX="1")
+    finally:
+        assert cluster.on("node02", "umount", scontrol)[0] == 0
+    assert code == 0 and "error" not in text, text
+    assert [record["rank"] for record in probed(text)] == [0, 1, 2, 3]
+    prefix = r"\[node02 3\] " if launcher == LAUNCHERS[0] else "3: "
+    assert re.search(rf"(?m)^{prefix}PROBE .*\"rank\": 3", text), text
+
+
+def test_options_of_site_sh_reach_every_step(cluster, repo, tmp_path, probe):
+    """As --container-image of Pyxis would, which cannot be installed here."""
+    site = repo / "scripts/site.sh"
+    before = site.read_text()
+    site.write_text(f"{before}\nsrun+=(--label)\n")
+    try:
+        for launcher in LAUNCHERS:
+            code, text = cluster.sbatch(repo, *TWO_BY_TWO, launcher, **probe)
+            assert code == 0 and len(re.findall("(?m)^[0-3]: PROBE", text)) == 4, text
+    finally:
+        site.write_text(before)
+
+
+def test_variables_that_become_options(cluster, repo):
+    env = {"EPOCHS": "20", "BATCH_SIZE": "128", "LEARNING_RATE": "0.1", "DATA_DIR": "/my data"}
+    env |= {"CHECKPOINT_DIR": "runs/%a", "DRY_RUN": "1"}
+    for launcher in LAUNCHERS:
+        words = [*TWO_BY_TWO, "--array=7", launcher, "configs/default_config.yaml", "--seed=%a"]
+        code, text = cluster.sbatch(repo, *words, **env)
+        assert code == 0, text
+        assert text.endswith(
+            "--epochs 20 --batch-size 128 --lr 0.1 --data-dir /my\\ data --checkpoint-dir runs/7 "
+            "--seed=7\n"
+        )
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_submitted_from_another_directory(cluster, repo, tmp_path, probe, launcher):
-    words = [*TWO_BY_TWO, repo / launcher, "--mine", "a b"]
+    words = [*TWO_BY_TWO, ELSEWHERE, repo / launcher, "--mine", "a b"]
     code, text = cluster.sbatch(tmp_path, *words, **probe)
     assert code == 0, text
     assert [record["argv"][-2:] for record in probed(text)] == [["--mine", "a b"]] * 4
@@ -67,12 +141,13 @@ def test_submitted_as_a_copy(cluster, repo, tmp_path, probe):
     shutil.copy(repo / "run_distributed.slurm", copy)
     code, text = cluster.sbatch(repo, *TWO_BY_TWO, copy, **env)
     assert code == 0 and len(probed(text)) == 4, text
-    assert cluster.sbatch(tmp_path, *TWO_BY_TWO, copy, **env) == (
+    assert cluster.sbatch(tmp_path, *TWO_BY_TWO, ELSEWHERE, copy, **env) == (
         2,
         f"run_distributed.slurm: error: no train_distributed.py in {tmp_path}: submit from the "
         "repository, or set REPO_ROOT\n",
     )
-    code, text = cluster.sbatch(tmp_path, *TWO_BY_TWO, copy, REPO_ROOT=str(repo), **env)
+    words = [*TWO_BY_TWO, ELSEWHERE, copy]
+    code, text = cluster.sbatch(tmp_path, *words, REPO_ROOT=str(repo), **env)
     assert code == 0 and len(probed(text)) == 4, text
 
 
