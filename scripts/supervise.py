@@ -514,11 +514,11 @@ def nodes_lost(nodes):
 
 
 def job_is_gone(job):
-    """Whether Slurm responds and reports the job as ended or unknown."""
+    """Whether Slurm responds and reports the job as ended or unknown. The id may be an array's."""
     if slurm("sinfo", "--noheader") is None:
         return False
-    state = slurm("squeue", "--noheader", "--states=all", "--job", job, "--format=%T")
-    return (state or "").strip() not in ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
+    states = slurm("squeue", "--noheader", "--states=all", "--job", job, "--format=%T") or ""
+    return not {"PENDING", "RUNNING", "COMPLETING", "SUSPENDED"} & set(states.split())
 
 
 def slurm_id():
@@ -560,13 +560,12 @@ def resume_command():
     for name, option in SBATCH_OPTIONS.items():
         if facts.get(name, "(null)") not in ("(null)", "N/A", "UNLIMITED"):
             words.append(f"--{option}={facts[name]}")
-    script = facts.get("Command", "")  # with its arguments
-    arguments = []
-    if sys.argv[1] == "bash":  # one of our scripts; its arguments may come from variables
-        arguments = sys.argv[3:]
-        while " " in script and not os.path.isfile(script):
-            script = script.rpartition(" ")[0]
-    return " ".join([*map(shlex.quote, words), script, *map(shlex.quote, arguments)])
+    script = facts.get("Command", "")
+    if sys.argv[1] != "bash":  # not one of our scripts: with its arguments
+        return " ".join([*words, script])
+    while " " in script and not os.path.isfile(script):
+        script = script.rpartition(" ")[0]
+    return " ".join(map(shlex.quote, [*words, script, *sys.argv[3:]]))  # some are from variables
 
 
 if __name__ == "__main__":

@@ -100,11 +100,11 @@ def test_an_error_that_would_repeat_is_not_retried(
 
 def test_ctrl_c_stops_saves_and_tells_how_to_resume(tmp_path, tiny, start, supervise):
     command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run"]
-    process = start(*command, FOREVER)
+    process = start(*command, FOREVER, STOPPED_EXIT_CODE="75")
     wait_for_step(tmp_path / "run", 5)
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, text
+    assert process.returncode == 75, text
     assert "SIGINT: saving and stopping; press Ctrl-C again to kill the training" in text
     assert f"supervise.py: stopped (SIGINT); to resume: {SUPERVISE} {sys.executable} " in text
     assert causes(tmp_path) == ["stopped"] and not (tmp_path / "run/STOP").exists()
@@ -326,8 +326,40 @@ def test_the_node_that_it_runs_on_is_not_lost(supervisor, monkeypatch):
     assert module.nodes_lost(["n1", "n2", "n3"]) == ["n2"]
 
 
+def test_slurm_is_asked_for_lost_nodes_only_if_the_training_is_silent_or_a_rank_has_failed(
+    supervisor, monkeypatch, tmp_path
+):
+    module, us = supervisor
+    asked, now = [], time.time()
+    monkeypatch.setattr(module, "nodes_lost", lambda nodes: asked.append(nodes) or [])
+    monkeypatch.setattr(module.time, "time", lambda: now)
+    us.run_dir, us.status_file = str(tmp_path), tmp_path / "status.json"
+    us.failure_file, us.written_at = tmp_path / "failure.json", now
+    for _ in range(30):  # a training that writes a record every 40 s
+        now += 20
+        if now % 40 < 20:
+            (tmp_path / "metrics.jsonl").touch()
+            os.utime(tmp_path / "metrics.jsonl", (now, now))
+        us.look_for_lost_nodes(None)
+    assert not asked
+    now += 80
+    us.look_for_lost_nodes(None)
+    assert asked == [["n1", "n2"]]
+    us.written_at = now
+    us.failure_file.touch()
+    us.look_for_lost_nodes(None)
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize(
-    ("state", "freed"), [("", True), (None, True), ("COMPLETED\n", True), ("RUNNING\n", False)]
+    ("state", "freed"),
+    [
+        ("", True),
+        (None, True),
+        ("COMPLETED\n", True),
+        ("RUNNING\n", False),
+        ("PENDING\nRUNNING\n", False),  # of a job array
+    ],
 )
 def test_the_lock_of_a_job_that_slurm_has_forgotten_is_removed(
     supervisor, monkeypatch, tmp_path, state, freed

@@ -1,5 +1,6 @@
 """The Slurm launchers on a real Slurm: who runs where. As the guide shows them: test_guide.py."""
 
+import json
 import os
 import re
 import shutil
@@ -248,16 +249,63 @@ def test_a_config_that_is_missing_is_named(cluster, repo):
         assert f"there is no config absent.yaml in {repo}" in text
 
 
-def started(cluster, repo, run, tiny, *words) -> str:
+def started(cluster, repo, run, tiny, *words, runs=None) -> str:
     """The id of a job in the middle of a training that would go on for long."""
     options = [*tiny, "--epochs=2000", f"--checkpoint-dir={run}"]
     code, text = cluster.on("login", "sbatch", "--parsable", *words, *options, cwd=repo)
     assert code == 0, text
-    deadline, metrics = time.monotonic() + 60, run / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size > 1000):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    deadline = time.monotonic() + 60
+    for metrics in (directory / "metrics.jsonl" for directory in runs or [run]):
+        while not (metrics.exists() and metrics.stat().st_size > 1000):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     return text.strip()
+
+
+def test_a_job_that_slurm_does_not_requeue_names_the_command_that_resumes(
+    cluster, repo, tmp_path, tiny
+):
+    """As a chain of jobs: each task of the array has the time of MAX_DURATION."""
+    run = tmp_path / "run"
+    words = ["--array=1-2%1", "--no-requeue", "--nodes=2", "--gres=gpu:1", "--time=9", LAUNCHERS[1]]
+    options = [*tiny, "--epochs=2000", "--checkpoint-dir", str(run)]
+    env = {"MAX_DURATION": "10", "STOPPED_EXIT_CODE": "75"}
+    code, text = cluster.on("login", "sbatch", "--parsable", *words, *options, cwd=repo, **env)
+    assert code == 0, text
+    array = text.strip()
+    for task in ("1", "2"):
+        code, text = cluster.end_of_job(f"{array}_{task}")
+        assert code == 75, text
+        refusal = rf"Slurm does not requeue job {array}_{task}: .*operation is presently disabled"
+        assert re.search(refusal, text), text
+    first, second = map(json.loads, (run / "attempts.jsonl").read_text().splitlines())
+    assert (first["cause"], first["reason"]) == ("stopped", "time limit")
+    assert second["start_step"] == first["end_step"] > 0
+    resume = text.split("stopped (time limit); to resume: ")[1].split("\n")[0]
+    assert " --nodes=2 --gpus-per-node=1 --partition=all --time=00:09:00 " in resume
+    assert resume.endswith(f" --epochs=2000 --checkpoint-dir {run}")
+    code, text = cluster.on("login", "bash", "-c", resume.replace("sbatch", "sbatch --test-only"))
+    assert code == 0, text
+
+
+def test_tasks_of_an_array_are_requeued_one_by_one(cluster, repo, tmp_path, tiny):
+    words = ["--array=1-2", "--nodes=1", "--gres=gpu:1", LAUNCHERS[0]]
+    runs = [tmp_path / "run1", tmp_path / "run2"]
+    job = started(cluster, repo, tmp_path / "run%a", tiny, *words, runs=runs)
+    facts = {}
+    # Slurm gives the id of the array itself to its last task.
+    assert cluster.on("login", "scancel", "--batch", "--signal=USR1", f"{job}_2")[0] == 0
+    deadline = time.monotonic() + 60
+    while facts.get("2", {}).get("Restarts") != "1":
+        assert time.monotonic() < deadline, facts
+        for task in "12":
+            _, text = cluster.on("login", "scontrol", "show", "job", f"{job}_{task}")
+            facts[task] = dict(re.findall(r"(\w+)=(\S*)", text))
+    cluster.on("login", "scancel", job)
+    assert (facts["1"]["Restarts"], facts["1"]["JobState"]) == ("0", "RUNNING")
+    cluster.assert_nothing_left(30)
+    causes = [json.loads((run / "attempts.jsonl").read_text())["cause"] for run in runs]
+    assert causes == ["stopped", "stopped"]
 
 
 @pytest.mark.parametrize(
