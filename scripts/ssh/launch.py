@@ -11,6 +11,7 @@ Exit code: that of the first node that failed (255: ssh); 2 user error; 130 afte
 import collections
 import math
 import os
+import selectors
 import shlex
 import shutil
 import signal
@@ -26,6 +27,7 @@ from node import END_SECONDS, HANG_SECONDS, exit_code, request, stop_with_parent
 # If the connection is lost, ssh exits after 3 x 15 seconds. The remote command line is only
 # `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
 SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
+HOSTS_PER_SECOND = 10  # a jump host may refuse many new connections at once
 RUN = """cd {} 2>/dev/null || {{
   echo "launch.py: error: $(hostname): the repository is not at the same path here: set REPO_ROOT"
   exit 2
@@ -86,10 +88,13 @@ class Node:
 
 def run(nodes, with_pdsh):
     """Run until all nodes have exited. Returns the exit code."""
-    signals = []
+    signals, (wakes, wakened) = [], socket.socketpair()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: signals.append(number))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    wakened.setblocking(False)
+    signal.set_wakeup_fd(wakened.fileno())  # ends wait()
     failed, word, deadline = None, None, math.inf
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
         server = socket.socket(socket.AF_UNIX)
@@ -98,7 +103,7 @@ def run(nodes, with_pdsh):
         server.setblocking(False)
         starters = start([*nodes], f"{directory}/socket", with_pdsh)
         while any(n.status is None for n in nodes.values()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+            wait(server, wakes, nodes.values(), deadline)
             with suppress(BlockingIOError):
                 while True:
                     connection, _ = server.accept()
@@ -125,6 +130,20 @@ def run(nodes, with_pdsh):
     return failed[1] if failed else 0
 
 
+def wait(server, wakes, nodes, deadline):
+    """Sleep until a signal arrives, a process ends or a node has something to say."""
+    with selectors.DefaultSelector() as events:
+        events.register(server, selectors.EVENT_READ)
+        events.register(wakes, selectors.EVENT_READ)
+        for node in nodes:
+            if node.socket and node.status is None:
+                write = selectors.EVENT_WRITE if node.unsent else 0
+                events.register(node.socket, selectors.EVENT_READ | write)
+        found = events.select(None if deadline == math.inf else max(0, deadline - time.monotonic()))
+        if any(key.fileobj == wakes for key, _ in found):
+            wakes.recv(4096)
+
+
 def start(hosts, path, with_pdsh):
     """Start connect() for each host in a new session, so that Ctrl-C does not reach it.
 
@@ -133,18 +152,18 @@ def start(hosts, path, with_pdsh):
     connect = ["scripts/ssh/launch.py", "--connect", path]
     if with_pdsh:
         pdsh = ["pdsh", "-R", "exec", "-f", str(len(hosts)), "-w", ",".join(hosts)]
-        return [("pdsh", subprocess.Popen([*pdsh, *connect, "%h"], start_new_session=True))]
+        return [("pdsh", subprocess.Popen([*pdsh, *connect, "%h", "%n"], start_new_session=True))]
     starters = []
     for rank, host in enumerate(hosts):
         screen = subprocess.DEVNULL if rank else None
-        starter = subprocess.Popen([*connect, host], stdout=screen, start_new_session=True)
-        starters.append((host, starter))
-        time.sleep(rank % 10 == 9)  # a jump host may refuse many connections at once
+        command = [*connect, host, str(rank)]
+        starters.append((host, subprocess.Popen(command, stdout=screen, start_new_session=True)))
     return starters
 
 
-def connect(path, host):
+def connect(path, host, rank):
     """Run ssh for one host: input from the launcher, output to stdout and the log file."""
+    time.sleep(int(rank) // HOSTS_PER_SECOND)
     with socket.socket(socket.AF_UNIX) as launcher, suppress(ConnectionError, FileNotFoundError):
         launcher.connect(path)
         launcher.sendall(f"{host}\n".encode())

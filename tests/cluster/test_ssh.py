@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from harness import REPO, SLOW_TO_SAVE, assert_same_state, torch, train
@@ -208,10 +209,19 @@ def test_a_second_ctrl_c_through_supervise(cluster, stubborn):
     cluster.assert_nothing_left()
 
 
+def wakeups(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"(?m)^voluntary_ctxt_switches:\s*(\d+)$", status)[1])
+
+
 def test_only_what_a_launch_has_started_is_killed(cluster, stubborn):
     """Not what has the same name on the same host, such as another training."""
     other = cluster.start("node02", "sleep", "1001")
     launch = stubborn(AUTO)
+    launcher = one_process(cluster, "login", r"scripts/ssh/launch.py node01 node02")
+    before = wakeups(launcher)
+    time.sleep(2)
+    assert wakeups(launcher) - before < 5  # the login node has nothing to do meanwhile
     for _ in range(2):
         press_ctrl_c(launch)
         time.sleep(0.5)
@@ -336,7 +346,7 @@ def test_an_ssh_that_hangs_keeps_nobody_waiting_for_ever(cluster, stubborn):
 @pytest.mark.long
 def test_what_starts_a_node_and_is_ended_is_no_success(cluster, stubborn):
     launch = stubborn(AUTO)
-    os.kill(one_process(cluster, "login", "--connect .* node02$"), signal.SIGTERM)
+    os.kill(one_process(cluster, "login", "--connect .* node02 1$"), signal.SIGTERM)
     text = end_of(launch)
     assert launch.returncode == 143 and "error: node02 failed (exit code 143)" in text
     cluster.assert_nothing_left()
