@@ -22,7 +22,8 @@ elif [[ -z "${PYTHON:-}" && -x .venv/bin/python ]]; then
 fi
 python=("${PYTHON:-python3}")
 
-# ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the workers in that image
+# ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the workers in that image. Apptainer itself reads
+# APPTAINER_BIND=/data,/scratch, for more directories than this repository.
 if [[ -n "${APPTAINER_IMAGE:-}" ]]; then
   python=(apptainer exec --nv --bind "$PWD" "$APPTAINER_IMAGE" python3)
 fi
@@ -43,5 +44,6 @@ fi
 # export GLOO_SOCKET_IFNAME="eth0"   # the same for gloo; exact names only
 # export NCCL_IB_HCA="mlx5"          # the InfiniBand adapters to use
 # export NCCL_DEBUG=INFO             # logs which adapters NCCL uses
+# export NCCL_NET_GDR_LEVEL=PHB      # how far from the adapter a GPU may be for GPUDirect (docs/LAUNCH_GUIDE.md)
 
 set -u

@@ -146,3 +146,18 @@ def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
     assert result.returncode > 0
     assert "error: " in result.stdout and "the node ran out of memory\n" in result.stdout
     assert json.loads(failure.read_text())["cause"] == "out of memory"
+
+
+def test_workers_run_in_a_container(tmp_path):
+    """Apptainer itself is in no package registry: a script stands in for it."""
+    apptainer, script = tmp_path / "apptainer", tmp_path / "my_train.py"
+    words = '"$1 $2 $3 $4 $5 $6" == "exec --nv --bind $PWD /shared/my image.sif python3"'
+    apptainer.write_text(f'#!/bin/bash\n[[ {words} ]] && exec {sys.executable} "${{@:7}}"\n')
+    apptainer.chmod(0o755)
+    script.write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "APPTAINER_IMAGE": "/shared/my image.sif"}
+    env |= {"TRAIN_SCRIPT": str(script), "GUARD": "0", "LOG_DIR": str(tmp_path)}
+    command = [REPO / "scripts/ssh/launch_singlenode.sh", "configs/default_config.yaml", "2"]
+    result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert {"rank 0", "rank 1"} < {*result.stdout.splitlines()}
