@@ -348,8 +348,9 @@ def test_what_starts_a_node_and_is_ended_is_no_success(cluster, stubborn):
     launch = stubborn(AUTO)
     os.kill(one_process(cluster, "login", "--connect .* node02 1$"), signal.SIGTERM)
     text = end_of(launch)
-    assert launch.returncode == 143 and "error: node02 failed (exit code 143)" in text
-    cluster.assert_nothing_left()
+    # Whichever the launcher notices first, the process that has ended or the lost connection.
+    assert launch.returncode in (143, 255) and "error: node02 failed (exit code " in text
+    cluster.assert_nothing_left(40)  # GONE_SECONDS and some more
 
 
 @pytest.mark.long
