@@ -112,10 +112,10 @@ def is_srun_step(env) -> bool:
     """Whether this is a task of an srun step.
 
     SLURM_PROCID is not enough: a batch script and `srun --pty bash` have it too. They have no step
-    id, a reserved one, or a terminal.
+    id, a reserved one (4294967291, which Slurm 26.05 prints as -5), or a terminal.
     """
-    step = int(env.get("SLURM_STEP_ID", 2**32 - 1))
-    return step < 2**32 - 16 and not ("SLURM_PTY_PORT" in env and os.isatty(0))
+    step = int(env.get("SLURM_STEP_ID", -1))
+    return 0 <= step < 2**32 - 16 and not ("SLURM_PTY_PORT" in env and os.isatty(0))
 
 
 def hosts_of_job(env) -> list[str]:
