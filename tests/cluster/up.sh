@@ -11,6 +11,7 @@
 #   CPUS       cores that a node claims; Slurm binds tasks to them if they are not more than there are  [64]
 #   PROCTRACK  how Slurm finds a job's processes: linuxproc or cgroup    [linuxproc]
 #   SILENCE    seconds after which Slurm takes a silent node for lost    [300]
+#   SLURM_ROOT a directory of newer_slurm.sh, whose Slurm runs in place of this machine's    []
 #
 # Examples:
 #   tests/cluster/up.sh 2 && tests/cluster/on.sh login sinfo
@@ -25,6 +26,7 @@ NAMES="${NAMES:-}"
 CPUS="${CPUS:-64}"
 PROCTRACK="${PROCTRACK:-linuxproc}"
 SILENCE="${SILENCE:-300}"
+SLURM_ROOT="${SLURM_ROOT:-}"
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 on="$here/on.sh"
@@ -64,6 +66,8 @@ make_host() {
   "$on" "$1" mount --bind "$CLUSTER/ssh_config" /etc/ssh/ssh_config
   "$on" "$1" mount -t tmpfs -o mode=755 tmpfs /run
   "$on" "$1" mkdir /run/sshd
+  [[ -z "$SLURM_ROOT" ]] || # its /usr on top of this machine's
+    "$on" "$1" mount -t overlay overlay -o "lowerdir=$SLURM_ROOT/usr:/usr" /usr
   if [[ "$1" == login ]]; then
     "$on" login ip link add eth0 type bridge
   else
@@ -122,6 +126,7 @@ SlurmdLogFile=$CLUSTER/slurmd-%n.log
 ProctrackType=proctrack/$PROCTRACK
 TaskPlugin=task/$( ((CPUS > $(nproc))) && echo none || echo affinity)
 SelectType=select/cons_tres
+SchedulerParameters=sched_interval=3,bf_interval=3
 SlurmdParameters=config_overrides
 GresTypes=gpu
 MpiDefault=none
@@ -135,7 +140,9 @@ PartitionName=all Nodes=$names Default=YES State=UP OverSubscribe=YES
 PartitionName=low Nodes=$names State=UP PriorityTier=1
 PartitionName=high Nodes=$names State=UP PriorityTier=10
 END
-  printf 'CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n' >"$CLUSTER/cgroup.conf"
+  [[ -z "$SLURM_ROOT" ]] || # not among the plugins of this machine's Slurm, which it cannot load
+    printf 'PluginDir=%s\n' "$SLURM_ROOT"/usr/lib/*/slurm-wlm >>"$CLUSTER/slurm.conf"
+  echo CgroupPlugin=cgroup/v1 >"$CLUSTER/cgroup.conf"
 }
 
 start() {
