@@ -9,12 +9,14 @@
 # whole of the fault suite: hundreds of kills and damaged files, every fault under every launcher.
 #
 # Environment:
-#   VENV  the virtual environment  [.venv]
+#   VENV   the virtual environment                                                   [.venv]
+#   SLURM  a Debian suite whose Slurm the cluster tests run on, for example trixie   []
 #
 # Examples:
 #   tests/run.sh
 #   tests/run.sh --cluster
 #   tests/run.sh -k resume
+#   SLURM=trixie tests/run.sh --cluster --long tests/cluster/test_slurm.py
 #   tests/run.sh --cluster --long tests/faults tests/cluster/test_survival.py
 
 set -euo pipefail

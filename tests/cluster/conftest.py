@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,25 @@ def probe(tmp_path) -> dict[str, str]:
     return {"TRAIN_SCRIPT": str(path), "GUARD": "0"}
 
 
+def newer_slurm(directory: Path, suite: str) -> dict[str, str]:
+    """For Cluster(): the Slurm of that Debian suite, downloaded to the directory."""
+    script = [HERE / "newer_slurm.sh", directory, suite]
+    done = subprocess.run(script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return {"SLURM_ROOT": str(directory)}
+
+
 @pytest.fixture(scope="session")
-def cluster():
+def slurm(tmp_path_factory) -> dict[str, str]:
+    """For Cluster(): this machine's Slurm, or that of the Debian suite in the variable SLURM."""
+    suite = os.environ.get("SLURM")
+    return newer_slurm(tmp_path_factory.mktemp("slurm"), suite) if suite else {}
+
+
+@pytest.fixture(scope="session")
+def cluster(slurm):
     """Two nodes, node01 and node02, with eight GPU slots each."""
-    cluster = Cluster(Path(f"/tmp/cluster-{os.getpid()}"), 2, 8)
+    cluster = Cluster(Path(f"/tmp/cluster-{os.getpid()}"), 2, 8, **slurm)
     yield cluster
     cluster.down()
 
@@ -56,7 +72,7 @@ def nothing_left(cluster):
 
 
 @pytest.fixture(scope="session")
-def racks():
+def racks(slurm):
     """Four nodes rack01-n1 ... rack02-n2, of two GPU slots and as many cores as the machine has.
 
     Slurm binds tasks to their cores, and follows them by cgroup where the machine lets it.
@@ -69,15 +85,16 @@ def racks():
         NAMES=names,
         CPUS=str(os.cpu_count()),
         PROCTRACK="cgroup" if cgroup else "linuxproc",
+        **slurm,
     )
     yield cluster
     cluster.down()
 
 
 @pytest.fixture
-def lossy():
+def lossy(slurm):
     """Two nodes, of which Slurm misses one after 20 s of silence; of this test alone."""
-    cluster = Cluster(Path(f"/tmp/lossy-{os.getpid()}"), 2, 8, SILENCE="20")
+    cluster = Cluster(Path(f"/tmp/lossy-{os.getpid()}"), 2, 8, SILENCE="20", **slurm)
     yield cluster
     cluster.down()
 

@@ -35,6 +35,7 @@ line = json.dumps({
     "world_size": int(env["WORLD_SIZE"]), "cores": sorted(os.sched_getaffinity(0)),
     "argv": sys.argv[1:], "quoted": env.get("QUOTED"), "attempt": env.get("ATTEMPT_ID"),
     "gpus": env.get("CUDA_VISIBLE_DEVICES"),
+    "cores_of_step": int(env.get("SLURM_CPUS_ON_NODE", 0)),
 })
 os.write(1, f"PROBE {line}\\n".encode())
 """
