@@ -22,6 +22,7 @@
 set -euo pipefail
 
 export VENV="${VENV:-.venv}"
+export SLURM="${SLURM:-}"
 
 print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
