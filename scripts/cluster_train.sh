@@ -159,9 +159,10 @@ main() {
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$(hostname -s) \${rank}] "
   fi
 
-  # CPU threads: this node's cores, divided among the workers.
+  # CPU threads: this node's cores, divided among the workers. PBS sets the variable to NCPUS, for one process.
   local cores
-  cores="$(nproc)"
+  [[ -z "${PBS_JOBID:-}" || "${OMP_NUM_THREADS:-}" != "${NCPUS:-}" ]] || unset OMP_NUM_THREADS
+  cores="$(nproc)" # this too would read OMP_NUM_THREADS
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC_PER_NODE ? cores / NPROC_PER_NODE : 1))}"
   export LOGLEVEL="$LOG_LEVEL"
   # If SIGTERM also reaches torchrun, it kills its workers after 30 s: too soon for a large checkpoint.

@@ -86,8 +86,9 @@ def main():
     if not shutil.which(command[0]):
         log(f"error: cannot start {command[0]}: there is no such program")
         return 2
-    if os.environ.get("DRY_RUN") or os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py"):
-        # There is nothing to restart.
+    misplaced = "pbs_train.sh" in " ".join(command) and "PBS_JOBID" not in os.environ
+    doctor = os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py")
+    if os.environ.get("DRY_RUN") or doctor or misplaced:  # there is nothing to restart
         os.execvpe(command[0], command, {**os.environ, "ATTEMPT": "1"})
     directory = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs") / f"supervise_{job_name()}"
     directory = directory.resolve()
@@ -478,7 +479,7 @@ def job_name():
 
 
 def slurm(*command):
-    """The output of a Slurm command; None if it fails."""
+    """The output of a command of Slurm or PBS; None if it fails."""
     try:
         result = subprocess.run(command, capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -491,6 +492,8 @@ def end_of_job():
     job = os.environ.get("SLURM_JOB_ID")
     if os.environ.get("SLURM_JOB_END_TIME"):
         return float(os.environ["SLURM_JOB_END_TIME"])
+    if not job and os.environ.get("PBS_JOBID"):
+        return end_of_pbs_job()
     text = slurm("squeue", "--noheader", "--job", job, "--format=%e") if job else None
     try:
         return time.mktime(time.strptime((text or "").strip(), "%Y-%m-%dT%H:%M:%S"))
@@ -552,6 +555,8 @@ def requeue():
 
 def resume_command():
     """The command that resumes the training, as typed in a shell."""
+    if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
+        return qsub_command()
     if os.environ.get("ENVIRONMENT") != "BATCH" or not slurm_id():
         return " ".join(map(shlex.quote, sys.argv))
     facts, words = facts_of_job(), ["sbatch", f"--nodes={os.environ['SLURM_JOB_NUM_NODES']}"]
@@ -566,6 +571,34 @@ def resume_command():
     while " " in script and not os.path.isfile(script):
         script = script.rpartition(" ")[0]
     return " ".join(map(shlex.quote, [*words, script, *sys.argv[3:]]))  # some are from variables
+
+
+# ------------------------------------------------------------------------------------------ PBS
+
+
+def pbs_job():
+    """The attributes of this job: {name: text}. Torque's names differ from those of OpenPBS."""
+    text = slurm("qstat", "-f", os.environ["PBS_JOBID"]) or ""
+    return dict(re.findall(r"(?m)^    (\S+) = (.*)$", text.replace("\n\t", "")))  # wrapped lines
+
+
+def end_of_pbs_job():
+    facts = pbs_job()
+    walltime = reversed(facts.get("Resource_List.walltime", "").split(":"))  # [[days:]hours:]...
+    try:
+        start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
+        return start + sum(int(n) * unit for n, unit in zip(walltime, (1, 60, 3600, 86400)))
+    except (KeyError, ValueError):
+        return None
+
+
+def qsub_command():
+    """The qsub command of this job. PBS has removed the quotes around the argument of -v."""
+    facts = pbs_job()
+    words = facts.get("Submit_arguments") or facts.get("submit_args")
+    if not words:
+        return "call qsub again, with the same arguments"
+    return "qsub " + re.sub(r"(?<=-v )(.+?)(?= -\w | \S+$)", lambda v: shlex.quote(v[1]), words)
 
 
 if __name__ == "__main__":

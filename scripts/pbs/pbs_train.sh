@@ -20,6 +20,7 @@
 #PBS -l select=2:ncpus=32:ngpus=4
 #PBS -l place=scatter
 #PBS -j oe
+#PBS -W umask=022
 # For Torque, replace the two -l lines by:
 ##PBS -l nodes=2:ppn=32:gpus=4
 
@@ -39,7 +40,7 @@ fail() {
 # code to a file, because pbsdsh always returns 0 (OpenPBS).
 on_node() {
   local status=0
-  trap : TERM # PBS sends it to every process; node.py forwards it
+  trap : TERM # qdel sends it to every process of this session; node.py forwards it
   cd "$(dirname "${BASH_SOURCE[0]}")/../.."
   exec < <(requests "$@")
   python3 scripts/ssh/node.py || status=$?
@@ -66,6 +67,7 @@ start() {
   pbsdsh -n "$1" -- /bin/bash "$PWD/scripts/pbs/pbs_train.sh" --node "$directory" "$2" ||
     until [[ -s "$directory/status$2" ]] || ((tenths-- == 0)); do # after a signal, pbsdsh exits first
       sleep 0.1
+      kill -0 "$PPID" 2>/dev/null || break # supervise.py is gone, so the job is over
     done
   [[ ! -s "$directory/status$2" ]] || status="$(<"$directory/status$2")"
   if [[ "$status" != 0 ]] && (set -C && echo "$status" >"$directory/failed") 2>/dev/null; then
@@ -73,7 +75,7 @@ start() {
   fi
 }
 
-# end: stops the nodes, which still run after Ctrl-C. In a batch job, PBS kills what is left.
+# end: stops the nodes, which still run after Ctrl-C.
 end() {
   trap '' INT TERM
   touch "$directory/failed"
@@ -117,7 +119,7 @@ main() {
     trap end EXIT
     trap exit INT
     (umask 077 && mkdir -p "$directory")
-    trap '' TERM # from qdel: PBS also sends it to the workers, which save and stop
+    trap '' TERM # qdel sends it to each node.py as well, so the workers save and stop
   fi
   for rank in "${!hosts[@]}"; do
     # PBS lists a host once per slot; pbsdsh takes the number of a slot.

@@ -5,6 +5,8 @@ Standard input has one message per line. First a request: the line that `node.py
 COMMAND ...` prints on the launcher's host. Later `stop`: the command should save and exit; or
 `end`: it has END_SECONDS to do so. End of input means that the launcher is gone. When the command
 has ended, all processes that it left behind are killed: those with ON_NODE=ID in their environment.
+If node.py is killed, the same happens END_SECONDS later: a PBS job ends with SIGKILL to node.py's
+session only, and torchrun's workers have sessions of their own.
 Exit code: the command's; 128 + N if signal N killed it.
 """
 
@@ -54,6 +56,8 @@ def serve():
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # from a scheduler
         signal.signal(number, lambda number, _: signals.append(number))
     environment = {**os.environ, **wanted["environment"], "ON_NODE": wanted["id"]}
+    mark = f"ON_NODE={wanted['id']}".encode()
+    reaper = start_reaper(mark)
     options = {"stdin": subprocess.DEVNULL, "start_new_session": True}
     command = subprocess.Popen(
         wanted["command"], env=environment, preexec_fn=stop_with_parent, **options
@@ -70,8 +74,23 @@ def serve():
             deadline = time.monotonic() + (END_SECONDS if hurry else GONE_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(command.pid, signal.SIGKILL)
-    kill_all(f"ON_NODE={wanted['id']}".encode())
+    kill_all(mark)
+    os.kill(reaper, signal.SIGKILL)
     return exit_code(command.wait())
+
+
+def start_reaper(mark):
+    """Start a process that calls kill_all END_SECONDS after this one dies. Returns its pid."""
+    parent_is_gone, write_end = os.pipe()  # readable when nobody has the other end open
+    if pid := os.fork():
+        return pid
+    os.setsid()
+    os.close(write_end)
+    os.closerange(0, 3)  # ssh waits until these are closed
+    os.read(parent_is_gone, 1)
+    time.sleep(END_SECONDS)
+    kill_all(mark)
+    os._exit(0)
 
 
 def stop_with_parent():
