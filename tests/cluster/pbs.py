@@ -1,83 +1,137 @@
 #!/usr/bin/env python3
-"""Plays PBS on the cluster of up.sh: qsub on its first node, and the pbsdsh that jobs call.
+"""Simulates PBS on the cluster of up.sh: qsub and qdel on the login node, pbsdsh and qstat in jobs.
 
-PBS itself is in no package registry. What the launcher relies on is as in OpenPBS: the job script
-runs on the first host only, in the home directory; PBS_NODEFILE names a host once per slot; pbsdsh
--n SLOT starts a process on the host of that slot, with nothing of the caller's environment, passes
-SIGTERM on, and exits with 0 whatever the process does; at the end of the job, what it left running
-is killed.
+PBS itself is in no package registry. Here is what the launcher has to cope with, as seen with two
+MoMs of OpenPBS 23.06: a copy of the job script runs on the first host, in the home directory, as
+the child of a shell; PBS_NODEFILE names a host once per slot and exists on the first host only;
+OMP_NUM_THREADS is NCPUS; the umask is 077 without -W umask. pbsdsh -n SLOT starts a process on the
+host of that slot, in a session of its own, with nothing of the caller's environment, and exits with
+0 whatever the process does. Signals go to the sessions of the script and of pbsdsh's processes, and
+to nothing outside of them: qdel and the end of the walltime send SIGTERM, and SIGKILL after
+kill_delay; the shell above the script dies of either. `qdel -W force` sends SIGKILL at once. When
+the shell ends, the sessions get SIGKILL, too; after qdel only when they are empty.
 
-    pbs.py qsub HOST[,HOST...] SLOTS [-W block=true] [-v NAME=VALUE,...] SCRIPT
+    pbs.py qsub HOST[,HOST...] SLOTS [-W ...] [-l walltime=...] [-v NAME=VALUE,...] SCRIPT
     pbsdsh -n SLOT -- PROGRAM [ARGUMENT ...]
+
+SIGTERM to the qsub process is qdel, SIGUSR1 is qdel -W force. KILL_DELAY is in its environment.
 """
 
 import argparse
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+NCPUS = "64"
 
 
-def start(host: str, env: dict[str, str], command: list, output=None) -> subprocess.Popen:
+def start(host: str, env: dict[str, str], umask: int, command: list, **io) -> subprocess.Popen:
     words = [f"{name}={value}" for name, value in env.items()]
     command = [HERE / "on.sh", host, "env", "-i", f"--chdir={Path.home()}", *words, *command]
     return subprocess.Popen(
         list(map(str, command)),
-        stdout=output,
-        stderr=output,
         start_new_session=True,
+        umask=umask,
         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),  # as PBS's daemon does
+        **io,
     )
 
 
-def end_job(job: str) -> None:
+def signal_sessions(tasks: Path, number: int) -> int:
+    """Signals all processes in the sessions of the job. Returns their number."""
+    sessions, count = {int(path.name) for path in tasks.iterdir()}, 0
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"PBS_JOBID={job}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:
-            continue  # it has ended by itself
+        with suppress(OSError):
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) in sessions and state != "Z":
+                os.kill(int(entry.name), number)
+                count += 1
+    return count
 
 
 def qsub(hosts: str, slots: str, *words: str) -> int:
+    script = Path(words[-1]).resolve()
+    directives = shlex.split(" ".join(re.findall("(?m)^#PBS (.*)", script.read_text())))
     parser = argparse.ArgumentParser()
-    parser.add_argument("-W", choices=["block=true"], help="wait for the end of the job")
-    parser.add_argument("-v", default="")
-    parser.add_argument("script")
-    options = parser.parse_args(words)
-    variables = dict(word.split("=", 1) for word in filter(None, options.v.split(",")))
+    for option in ("-j", "-N"):
+        parser.add_argument(option)
+    for option in ("-W", "-l", "-v"):
+        parser.add_argument(option, action="append", default=[])
+    parser.add_argument("script", nargs="?")
+    options = parser.parse_args([*directives, *words])
+    attributes = dict(word.split("=", 1) for word in options.W + options.l)
+    variables = dict(word.split("=", 1) for text in options.v for word in text.split(","))
+    job, delay = f"{os.getpid()}.server", float(os.environ.get("KILL_DELAY", 10))
+    first, received = hosts.split(",")[0], []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: received.append(number))
     with tempfile.TemporaryDirectory() as directory:
-        nodefile, program = Path(directory, "nodes"), Path(directory, "pbsdsh")
-        nodefile.write_text("".join(f"{host}\n" * int(slots) for host in hosts.split(",")))
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} pbsdsh "$@"\n')
-        program.chmod(0o755)
+        tasks, spool = Path(directory, "tasks"), Path(directory, f"{job}.SC")
+        tasks.mkdir()
+        spool.write_text(script.read_text())
+        for name in ("pbsdsh", "qstat"):
+            program = Path(directory, name)
+            program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} "$@"\n')
+            program.chmod(0o755)
+        facts = {
+            "Resource_List.walltime": attributes.get("walltime", "24:00:00"),
+            "stime": time.ctime(),
+            "Submit_arguments": " ".join(words),  # without the user's quotes
+        }
+        lines = [f"    {name} = {value}" for name, value in facts.items()]
+        lines = [re.sub("(.{70})", r"\1\n\t", line) for line in lines]
+        Path(directory, "qstat.txt").write_text("\n".join([f"Job Id: {job}", *lines, "\n"]))
+        nodefile = f"/run/{job}"  # every host has its own /run
+        text = "".join(f"{host}\n" * int(slots) for host in hosts.split(","))
+        put = [HERE / "on.sh", first, "tee", nodefile]
+        subprocess.run(put, input=text, text=True, stdout=subprocess.DEVNULL, check=True)
         env = {
             "HOME": str(Path.home()),
             "PATH": f"{directory}:/usr/bin:/bin:/usr/sbin:/sbin",
+            "ENVIRONMENT": "BATCH",
+            "NCPUS": NCPUS,
+            "OMP_NUM_THREADS": NCPUS,
             "PBS_ENVIRONMENT": "PBS_BATCH",
-            "PBS_JOBID": (job := f"{os.getpid()}.server"),
-            "PBS_NODEFILE": str(nodefile),
+            "PBS_JOBID": job,
+            "PBS_NODEFILE": nodefile,
             "PBS_O_WORKDIR": os.getcwd(),
+            "SIMULATION": directory,
+            "UMASK": attributes.get("umask", "077"),
             "CLUSTER": os.environ["CLUSTER"],
         }
         print(job, flush=True)
         with open(f"train.o{os.getpid()}", "w") as output:
-            command = ["bash", os.path.abspath(options.script)]
-            code = start(hosts.split(",")[0], env | variables, command, output).wait()
-        end_job(job)
-        return code
+            command = ["bash", "-c", f"bash {shlex.quote(str(spool))}; exit $?"]
+            umask = int(env["UMASK"], 8)
+            shell = start(first, env | variables, umask, command, stdout=output, stderr=output)
+            (tasks / str(shell.pid)).touch()
+            while shell.poll() is None and not received:
+                time.sleep(0.1)
+            if shell.poll() is None and signal.SIGUSR1 not in received:
+                signal_sessions(tasks, signal.SIGTERM)
+                kill_at = time.time() + delay
+                while time.time() < kill_at and signal_sessions(tasks, 0):
+                    time.sleep(0.1)
+            signal_sessions(tasks, signal.SIGKILL)
+        return shell.wait()
 
 
 def pbsdsh(option: str, slot: str, dashes: str, *command: str) -> int:
     assert (option, dashes) == ("-n", "--")
     host = Path(os.environ["PBS_NODEFILE"]).read_text().split()[int(slot)]
-    kept = ["HOME", "PBS_ENVIRONMENT", "PBS_JOBID", "PBS_NODEFILE", "PBS_O_WORKDIR", "CLUSTER"]
-    env = {name: os.environ[name] for name in kept} | {"PATH": "/usr/bin:/bin"}
-    task = start(host, env, list(command))
+    kept = "HOME ENVIRONMENT NCPUS PBS_ENVIRONMENT PBS_JOBID PBS_NODEFILE PBS_O_WORKDIR CLUSTER"
+    env = {name: os.environ[name] for name in kept.split()}
+    env |= {"PATH": "/bin:/usr/bin", "OMP_NUM_THREADS": NCPUS}
+    task = start(host, env, int(os.environ["UMASK"], 8), list(command))
+    Path(os.environ["SIMULATION"], "tasks", str(task.pid)).touch()
 
     def end(number, _frame):
         os.killpg(task.pid, number)
@@ -89,5 +143,11 @@ def pbsdsh(option: str, slot: str, dashes: str, *command: str) -> int:
     return 0
 
 
+def qstat(option: str, job: str) -> int:
+    assert (option, job) == ("-f", os.environ["PBS_JOBID"])
+    print(Path(os.environ["SIMULATION"], "qstat.txt").read_text(), end="")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit({"qsub": qsub, "pbsdsh": pbsdsh}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit({"qsub": qsub, "pbsdsh": pbsdsh, "qstat": qstat}[sys.argv[1]](*sys.argv[2:]))

@@ -1,14 +1,14 @@
-"""The PBS launcher, with processes that its pbsdsh starts on two hosts."""
+"""The PBS launcher on two hosts, under the PBS that pbs.py simulates."""
 
 import json
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
 
 import pytest
-from hosts import HERE, probed
+from harness import SLOW_TO_SAVE
+from hosts import HERE, probed, wait_until
 
 SCRIPT = "scripts/pbs/pbs_train.sh"
 
@@ -17,9 +17,9 @@ SCRIPT = "scripts/pbs/pbs_train.sh"
 def qsub(cluster, repo):
     """qsub(hosts, slots, script, NAME=VALUE ...): (exit code, output) of the job."""
 
-    def qsub(hosts, slots, script, cwd=repo, **env):
+    def qsub(hosts, slots, script, *options, cwd=repo, **env):
         variables = ",".join(f"{k}={v}" for k, v in ({"PYTHON": sys.executable} | env).items())
-        pbs = [sys.executable, HERE / "pbs.py", "qsub", ",".join(hosts), slots]
+        pbs = [sys.executable, HERE / "pbs.py", "qsub", ",".join(hosts), slots, *options]
         code, text = cluster.on("login", *pbs, "-W", "block=true", "-v", variables, script, cwd=cwd)
         cluster.assert_nothing_left()
         assert not list((repo / "logs").glob("pbs_*"))  # it holds the environment
@@ -37,7 +37,9 @@ def test_every_node_is_started_once_however_often_pbs_names_it(
     assert code == 0, text
     check(text, tmp_path / "run", {"node01": "0-1", "node02": "2-3"})
     code, text = qsub(["node02"], 3, repo / SCRIPT, NPROC_PER_NODE="4", **probe)
-    assert code == 0 and [r["host"] for r in probed(text)] == ["node02"] * 4, text
+    records = probed(text)
+    assert code == 0 and [r["host"] for r in records] == ["node02"] * 4, text
+    assert {r["threads"] for r in records} == {str(max(1, os.cpu_count() // 4))}  # PBS said 64
 
 
 def test_arguments_in_a_variable_and_a_script_of_the_users_own(qsub, repo, probe):
@@ -95,27 +97,69 @@ def test_ranks_that_wait_for_a_failed_one_are_gone_before_the_next_attempt(qsub,
     assert len(names) == 2 and "overlap" not in names, text  # attempts
 
 
-def test_qdel_lets_the_ranks_save(cluster, repo, tmp_path, tiny):
+def test_qdel_lets_the_ranks_save(start_job, cluster, repo, tmp_path, tiny):
     run = tmp_path / "run"
-    arguments = " ".join(["configs/default_config.yaml", *tiny, "--epochs=2000"])
-    variables = f"PYTHON={sys.executable},NPROC_PER_NODE=1,ARGS={arguments} --checkpoint-dir={run}"
-    pbs = [sys.executable, HERE / "pbs.py", "qsub", "node01,node02", "2", "-W", "block=true"]
-    job = cluster.start("login", *pbs, "-v", variables, repo / SCRIPT, cwd=repo)
-    deadline = time.monotonic() + 60
-    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 1000):
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    for process in cluster.processes():
-        if any(variable.startswith("PBS_JOBID=") for variable in process.env):
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)  # as PBS does, on all nodes
+    arguments = ["configs/default_config.yaml", *tiny, "--epochs=2000", f"--checkpoint-dir={run}"]
+    job = start_job(NPROC_PER_NODE="1", ARGS=" ".join(arguments))
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 1000, job)
+    os.kill(job.pid, signal.SIGTERM)
     job.communicate(timeout=60)
     cluster.assert_nothing_left()
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+    assert {path.stat().st_mode & 0o777 for path in run.glob("*.pt")} == {0o644}
+    again = f"qsub -v 'PYTHON={sys.executable},NPROC_PER_NODE=1,ARGS={' '.join(arguments)}'"
+    text = (repo / f"train.o{job.pid}").read_text()
+    assert f"stopped (SIGTERM); to resume: {again} {SCRIPT}\n" in text
     assert not list((repo / "logs").glob("pbs_*"))
 
 
-def test_dry_run_and_the_wrong_place(qsub, repo, tmp_path):
+@pytest.fixture
+def start_job(cluster, repo):
+    """start_job(NAME=VALUE ...): the process of qsub."""
+
+    def start_job(kill_delay=30, **env):
+        variables = ",".join(f"{k}={v}" for k, v in ({"PYTHON": sys.executable} | env).items())
+        pbs = [sys.executable, HERE / "pbs.py", "qsub", "node01,node02", "2"]
+        words = ["-v", variables, SCRIPT]
+        return cluster.start("login", *pbs, *words, cwd=repo, KILL_DELAY=str(kill_delay))
+
+    return start_job
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGUSR1]
+)
+def test_a_save_that_takes_too_long_ends_with_the_job(start_job, cluster, repo, tmp_path, number):
+    """qdel with a kill_delay that is too short, and qdel -W force, without setpriv (RHEL 8)."""
+    (script := tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
+    (none := tmp_path / "none").write_text("#!/bin/sh\nexit 1\n")
+    none.chmod(0o755)
+    for host in ("node01", "node02"):
+        assert cluster.on(host, "mount", "--bind", none, "/usr/bin/setpriv")[0] == 0
+    try:
+        env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "SAVE_SECONDS": "60"}
+        arguments = f"configs/default_config.yaml --to={tmp_path}"
+        job = start_job(kill_delay=2, NPROC_PER_NODE="1", ARGS=arguments, **env)
+        output = repo / f"train.o{job.pid}"
+        wait_until(lambda: output.exists() and output.read_text().count("ready") == 2, job)
+        os.kill(job.pid, number)
+        job.communicate(timeout=60)
+        cluster.assert_nothing_left(seconds=8)
+    finally:
+        for host in ("node01", "node02"):
+            assert cluster.on(host, "umount", "/usr/bin/setpriv")[0] == 0
+    assert not list(tmp_path.glob("saved*"))
+
+
+def test_the_walltime_is_the_deadline(qsub, repo, probe):
+    walltime, began = ["-l", "walltime=01:00:10"], time.time()
+    code, text = qsub(["node01"], 1, repo / SCRIPT, *walltime, NPROC_PER_NODE="1", **probe)
+    assert code == 0, text
+    assert began - 1 < float(probed(text)[0]["deadline"]) - 3610 < time.time()
+
+
+def test_dry_run_and_the_wrong_place(qsub, cluster, repo, tmp_path):
     code, text = qsub(["node01", "node02"], 2, repo / SCRIPT, ARGS="--lr=0.1", DRY_RUN="1")
     assert code == 0 and text.count("\n") == 2
     assert text.startswith(
@@ -128,3 +172,8 @@ def test_dry_run_and_the_wrong_place(qsub, repo, tmp_path):
         f"pbs_train.sh: error: no train_distributed.py in {tmp_path}: call qsub from the "
         "repository, or set REPO_ROOT\n",
     )
+    command = ["scripts/supervise.py", "bash", SCRIPT]
+    code, text = cluster.on("login", *command, cwd=repo, LOG_DIR=str(tmp_path / "logs"))
+    assert code == 2
+    assert text == "pbs_train.sh: error: this is for qsub; without PBS: scripts/cluster_train.sh\n"
+    assert not (tmp_path / "logs").exists()
