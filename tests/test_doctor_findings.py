@@ -45,6 +45,17 @@ def nvidia_smi(tmp_path) -> str:
     return f"{tmp_path}:{os.environ['PATH']}"
 
 
+@pytest.mark.parametrize("threads", ["64", "1", ""])
+def test_more_threads_than_cores(monkeypatch, threads):
+    """As in a PBS job, where OMP_NUM_THREADS is NCPUS."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(checks, "count_cores", lambda: 64)
+    findings = list(map(str, checks.cores()))
+    warned = "WARN cores             4 x OMP_NUM_THREADS=64 threads on 64 cores: unset it: "
+    assert (warned in findings[0]) == (threads == "64") and len(findings) == 1 + (threads == "64")
+
+
 def test_a_left_over_process_and_a_sick_gpu(nvidia_smi):
     result = run("--json", PATH=nvidia_smi)
     assert result.returncode == 2, result.stderr

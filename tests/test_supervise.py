@@ -398,3 +398,35 @@ def test_a_lock_is_not_removed_while_slurm_does_not_answer_or_knows_nothing_of_i
         lock.write_text(owner)
         assert not us.free_stale_lock() and lock.exists()
         monkeypatch.setattr(module, "slurm", lambda *words: "")
+
+
+# -------------------------------------------------------------------------- what PBS tells it
+
+
+@pytest.mark.parametrize(
+    ("facts", "minutes", "command"),
+    [
+        (  # OpenPBS wraps long lines
+            "    Resource_List.walltime = 01:30:00\n    stime = {}\n"
+            "    Submit_arguments = -l select=2 -v ARGS=a.yaml --lr 1,X=2 pb\n\ts_train.sh",
+            90,
+            "qsub -l select=2 -v 'ARGS=a.yaml --lr 1,X=2' pbs_train.sh",
+        ),
+        (  # Torque
+            "    Resource_List.walltime = 1:00:01:00\n    start_time = {}\n"
+            "    submit_args = -v X=2 -l nodes=2:ppn=4 pbs_train.sh",
+            24 * 60 + 1,
+            "qsub -v X=2 -l nodes=2:ppn=4 pbs_train.sh",
+        ),
+        ("    stime = {}", None, "call qsub again, with the same arguments"),
+        ("", None, "call qsub again, with the same arguments"),
+    ],
+)
+def test_the_deadline_and_the_qsub_command_come_from_qstat(monkeypatch, facts, minutes, command):
+    module, start = load(SUPERVISE), int(time.time())
+    text = f"Job Id: 7.server\n{facts.format(time.ctime(start))}\n\n" if facts else None
+    monkeypatch.setattr(module, "slurm", lambda *words: text)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("PBS_JOBID", "7.server")
+    assert module.end_of_job() == (start + 60 * minutes if minutes else None)
+    assert module.qsub_command() == command
