@@ -23,9 +23,9 @@ SECTIONS = {m[1]: m[2] for m in SECTION.finditer(GUIDE.read_text()) if BLOCK.sea
 
 @pytest.fixture(scope="module")
 def train_dir(tmp_path_factory):
-    """A repository with the .venv that quickstart.sh makes, and qsub, which is played."""
+    """A repository with the .venv that quickstart.sh makes, and qsub, which is simulated."""
     copy = copy_repository(tmp_path_factory.mktemp("guide") / "train")
-    qsub = f'{sys.executable} {HERE}/pbs.py qsub node01,node02 2 "$@"'
+    qsub = f'{sys.executable} {HERE}/pbs.py qsub node01,node02 1 "$@"'
     for path, command in ((".venv/bin/python", f'{sys.executable} "$@"'), ("bin/qsub", qsub)):
         (copy / path).parent.mkdir(parents=True)
         (copy / path).write_text(f"#!/bin/sh\nexec {command}\n")
