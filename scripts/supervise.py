@@ -232,11 +232,10 @@ class Supervisor:
 
     def environment(self):
         """The environment of the next attempt."""
-        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         env = {
             **os.environ,
             "ATTEMPT": str(self.count),
-            "ATTEMPT_ID": f"{job_name()}.{1000 * restart + self.count}",
+            "ATTEMPT_ID": f"{job_name()}.{1000 * requeues_of_job() + self.count}",
             "STOP_FILE": str(self.stop_file),
             "STATUS_FILE": str(self.status_file),
         }
@@ -501,6 +500,13 @@ def end_of_job():
         return None
 
 
+def requeues_of_job():
+    """How often the scheduler has started this job before."""
+    if os.environ.get("PBS_JOBID"):
+        return max(0, int(pbs_job().get("run_count", 1)) - 1)
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def nodes_of_job():
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     return (slurm("scontrol", "show", "hostnames", nodes) or "").split() if nodes else []
@@ -593,11 +599,12 @@ def end_of_pbs_job():
 
 
 def qsub_command():
-    """The qsub command of this job. PBS has removed the quotes around the argument of -v."""
+    """The qsub command of this job, without secrets. PBS has dropped the quotes around -v's."""
     facts = pbs_job()
     words = facts.get("Submit_arguments") or facts.get("submit_args")
     if not words:
         return "call qsub again, with the same arguments"
+    words = re.sub(r"(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=[^, ]*", r"\1=...", words)
     return "qsub " + re.sub(r"(?<=-v )(.+?)(?= -\w | \S+$)", lambda v: shlex.quote(v[1]), words)
 
 

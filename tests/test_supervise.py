@@ -414,9 +414,9 @@ def test_a_lock_is_not_removed_while_slurm_does_not_answer_or_knows_nothing_of_i
         ),
         (  # Torque
             "    Resource_List.walltime = 1:00:01:00\n    start_time = {}\n"
-            "    submit_args = -v X=2 -l nodes=2:ppn=4 pbs_train.sh",
+            "    run_count = 3\n    submit_args = -v X=2,WANDB_API_KEY=abc -l nodes=2 pbs_train.sh",
             24 * 60 + 1,
-            "qsub -v X=2 -l nodes=2:ppn=4 pbs_train.sh",
+            "qsub -v X=2,WANDB_API_KEY=... -l nodes=2 pbs_train.sh",
         ),
         ("    stime = {}", None, "call qsub again, with the same arguments"),
         ("", None, "call qsub again, with the same arguments"),
@@ -430,3 +430,4 @@ def test_the_deadline_and_the_qsub_command_come_from_qstat(monkeypatch, facts, m
     monkeypatch.setenv("PBS_JOBID", "7.server")
     assert module.end_of_job() == (start + 60 * minutes if minutes else None)
     assert module.qsub_command() == command
+    assert module.requeues_of_job() == (2 if "run_count" in facts else 0)
