@@ -1,21 +1,35 @@
 # shellcheck shell=bash disable=SC2034
 # Site configuration: all cluster-specific settings are here. Every launcher sources this file on every
 # node, in the repository, before it starts Python, and uses the array `python` as its Python command. By
-# default everything is off or detected automatically: edit what you need.
+# default everything is off or detected automatically: edit what you need. `fail` is the launcher's.
 
-set +u # modules and conda use unset variables
+set +eu # modules and conda use unset variables
+trap 'fail "line $LINENO of scripts/site.sh failed: $(sed -n ${LINENO}p scripts/site.sh)"' ERR
 
-# ---- modules
+# ---- modules. Over ssh and under PBS there is no `module`: the first call loads the site's.
+if [[ -z "$(type -t module)" ]]; then
+  module() {
+    local init words="$*"
+    unset -f module
+    for init in /etc/profile.d/{modules,lmod,z00_lmod}.sh "${MODULESHOME:-/usr/share/modules}/init/bash"; do
+      # shellcheck disable=SC1090
+      [[ -n "$(type -t module)" || ! -r "$init" ]] || source "$init"
+    done
+    [[ -n "$(type -t module)" ]] || fail "module $words: there are no modules here. Source their init file in scripts/site.sh"
+    module "$@"
+  }
+fi
 # module purge
 # module load cuda/12.8
 
 # ---- Python: CONDA_ENV, PYTHON, or the .venv of scripts/quickstart.sh
 if [[ -n "${CONDA_ENV:-}" ]]; then
-  [[ -n "$(command -v conda)" ]] || { echo "site.sh: error: CONDA_ENV=$CONDA_ENV, but no conda here" >&2 && exit 2; }
+  [[ -n "$(command -v conda)" ]] || fail "CONDA_ENV=$CONDA_ENV, but no conda here: add it to PATH or load its module"
   # A non-interactive shell must source this before `conda activate` works.
   # shellcheck disable=SC1091
   source "$(conda info --base)/etc/profile.d/conda.sh"
-  conda activate "$CONDA_ENV"
+  conda activate "$CONDA_ENV" 2>/dev/null ||
+    fail "Failed to activate conda environment $CONDA_ENV: try \`conda activate $CONDA_ENV\` on this host"
   PYTHON="${PYTHON:-python}"
 elif [[ -z "${PYTHON:-}" && -x .venv/bin/python ]]; then
   PYTHON="$PWD/.venv/bin/python"
@@ -46,4 +60,5 @@ fi
 # export NCCL_DEBUG=INFO             # logs which adapters NCCL uses
 # export NCCL_NET_GDR_LEVEL=PHB      # how far from the adapter a GPU may be for GPUDirect (docs/LAUNCH_GUIDE.md)
 
-set -u
+trap - ERR
+set -eu

@@ -21,6 +21,11 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
+fail() {
+  echo "test_distributed.sh: error: $*" >&2
+  exit 2
+}
+
 finish() {
   echo "$*"
   if [[ "$1" == PASS:* ]]; then
@@ -74,8 +79,7 @@ main() {
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
   if [[ ! "${1:-}" =~ ^([1-9][0-9]*)?$ ]]; then
-    echo "test_distributed.sh: error: '$1' is not a number of processes" >&2
-    exit 2
+    fail "'$1' is not a number of processes"
   fi
   [[ -z "${1:-}" ]] || export NPROC_PER_NODE="$1"
   if [[ -z "${NPROC_PER_NODE:-}${SLURM_JOB_ID:-}${PBS_NODEFILE:-}" ]]; then

@@ -29,7 +29,7 @@ print_help() {
 }
 
 install_cluster() {
-  local packages=(slurm-wlm munge openssh-server pdsh iproute2 nftables faketime)
+  local packages=(slurm-wlm munge openssh-server pdsh iproute2 nftables faketime environment-modules)
   if ! dpkg --status "${packages[@]}" &>/dev/null; then
     echo "Installing Debian packages: ${packages[*]}"
     apt-get update -q >/dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -q \

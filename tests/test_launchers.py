@@ -121,6 +121,74 @@ def test_a_login_host_without_ssh_is_told(tmp_path):
         assert len(result.stderr.splitlines()) == 1
 
 
+CONDA = """#!/bin/bash
+# Stands in for conda, which no registry of ours has: its answers have the same form.
+echo {base}
+"""
+CONDA_SH = """
+conda() {{
+  [[ -d {base}/envs/$2 ]] || {{ printf '\\nEnvironmentNameNotFound: ...\\n\\n' >&2 && return 1; }}
+  export CONDA_PREFIX={base}/envs/$2 PATH={base}/envs/$2/bin:$PATH
+}}
+"""
+
+
+@pytest.fixture
+def conda(tmp_path) -> dict[str, str]:
+    """A PATH with a conda that knows the environment `mine`."""
+    for name, text in {"bin/conda": CONDA, "etc/profile.d/conda.sh": CONDA_SH}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text.format(base=tmp_path))
+    (python := tmp_path / "envs/mine/bin/python").parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for program in (python, tmp_path / "bin/conda"):
+        program.chmod(0o755)
+    return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG_DIR": str(tmp_path)}
+
+
+def supervised(**env) -> subprocess.CompletedProcess:
+    """cluster_train.sh with one rank of a script that prints its environment."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHON"} | {"GUARD": "0"} | env
+    command = ["scripts/supervise.py", "scripts/cluster_train.sh"]
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+
+
+def test_a_conda_environment_is_activated(tmp_path, conda):
+    script = tmp_path / "my_train.py"
+    script.write_text("import os\nprint('CONDA_PREFIX is', os.environ['CONDA_PREFIX'])\n")
+    result = supervised(CONDA_ENV="mine", TRAIN_SCRIPT=str(script), **conda)
+    assert f"CONDA_PREFIX is {tmp_path}/envs/mine\n" in result.stdout, result.stderr
+    assert "$ python -m torch.distributed.run" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["absent", "no conda"])
+def test_a_conda_environment_that_does_not_exist_is_named_once(tmp_path, conda, name):
+    if name == "no conda":
+        (tmp_path / "bin/conda").unlink()
+    result = supervised(CONDA_ENV=name, **conda)
+    text = "Failed to activate conda environment absent: try `conda activate absent` on this host"
+    if name == "no conda":
+        text = "CONDA_ENV=no conda, but no conda here: add it to PATH or load its module"
+    host = os.uname().nodename
+    lines = result.stderr.splitlines()
+    assert lines[0] == f"cluster_train.sh: error: {host}: {text}"
+    assert lines[1].startswith(f"supervise.py: error: configuration: {host}: {text}. Giving up: ")
+    assert len(lines) == 2 and result.returncode == 2
+
+
+def test_a_command_of_site_sh_that_fails_is_named_once(tmp_path):
+    copy = copy_repository(tmp_path / "repo")
+    site = copy / "scripts/site.sh"
+    site.write_text(site.read_text().replace("# module purge", "test -e /absent"))
+    env = {"LOG_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    command = [copy / "scripts/supervise.py", "scripts/cluster_train.sh"]
+    result = subprocess.run(command, cwd=copy, env=os.environ | env, capture_output=True, text=True)
+    assert result.returncode == 2 and "Restart" not in result.stderr
+    line = 1 + site.read_text().split("test -e")[0].count("\n")
+    text = f"line {line} of scripts/site.sh failed: test -e /absent"
+    assert f"supervise.py: error: configuration: {os.uname().nodename}: {text}" in result.stderr
+
+
 MEMORY = Path("/sys/fs/cgroup/memory")
 
 

@@ -63,6 +63,32 @@ def test_variables_of_the_host_and_the_session_stay_there(cluster, repo, tmp_pat
     assert "/of/the/login/node" not in there.values()
 
 
+@pytest.fixture
+def with_module(repo, tmp_path):
+    """A copy of the repository whose site.sh loads the module `mine`."""
+    site = (copy := shutil.copytree(repo, tmp_path / "copy")) / "scripts/site.sh"
+    site.write_text(site.read_text().replace("# module purge", "module load mine"))
+    return copy
+
+
+def test_modules_load_over_ssh(cluster, with_module, tmp_path, probe):
+    """With Debian's package environment-modules: ssh passes no shell functions on."""
+    (modules := tmp_path / "modules").mkdir()
+    (modules / "mine").write_text("#%Module\nsetenv QUOTED {of the module}\n")
+    env = {"MODULEPATH": str(modules), **probe}
+    code, text = cluster.on("login", *words_of(AUTO), cwd=with_module, **env)
+    assert code == 0, text
+    assert [record["quoted"] for record in probed(text)] == ["of the module"] * 2
+
+
+def test_a_module_that_a_node_lacks_is_named_once(cluster, with_module):
+    command = [sys.executable, "scripts/supervise.py", *words_of(AUTO)]
+    code, text = cluster.on("login", *command, cwd=with_module)
+    failed = "of scripts/site.sh failed: module load mine"
+    assert code == 2 and "Unable to locate a modulefile for 'mine'" in text, text
+    assert re.search(rf"supervise.py: error: configuration: node0[12]: line \d+ {failed}", text)
+
+
 def test_secrets_do_not_show_on_any_command_line(cluster, repo, tmp_path):
     script = tmp_path / "slow.py"
     script.write_text("import os, time\nassert os.environ['MY_TOKEN'] == 's3cr3t'\ntime.sleep(2)\n")
