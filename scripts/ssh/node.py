@@ -32,11 +32,12 @@ from contextlib import suppress
 # After `stop`, the last save may take any time.
 END_SECONDS, GONE_SECONDS, HANG_SECONDS = 5, 30, 10
 
-# Variables that belong to a host or a session are not passed on.
+# Variables that belong to a host, a session or an MPI process are not passed on. Those of modules
+# (LOADEDMODULES, ...) are, because they describe PATH and LD_LIBRARY_PATH, which are.
 PRIVATE = re.compile(
-    r"_|BASH.*|DBUS_.*|DISPLAY|EUID|HOME|HOST|HOSTNAME|LOGNAME|MAIL|OLDPWD|ON_NODE|PPID|PWD|SHELL.*"
-    r"|SHLVL|SLURM.*|SSH_.*|TERM.*|TMPDIR|TMUX.*|UID|USER|XAUTHORITY|XDG_.*"
-    r"|.*_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|PBS_(MOMPORT|NODENUM|TASKNUM|VNODENUM)"
+    r"_|BASH.*|DBUS_.*|DISPLAY|EUID|HOME|HOST|HOSTNAME|KRB5CCNAME|LOGNAME|MAIL|OLDPWD|ON_NODE|PPID"
+    r"|PWD|SHELL.*|SHLVL|SLURM.*|SSH_.*|TERM.*|TMPDIR|TMUX.*|UID|USER|XAUTHORITY|XDG_.*"
+    r"|.*_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|OMPI_.*|PMIX?_.*|PBS_(MOMPORT|NODENUM|TASKNUM|VNODENUM)"
 )
 
 

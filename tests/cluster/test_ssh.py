@@ -54,6 +54,13 @@ def test_variables_of_the_host_and_the_session_stay_there(cluster, repo, tmp_pat
     script.write_text("import json, os\nprint('ENV', json.dumps(dict(os.environ)), flush=True)\n")
     private = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SLURM_JOB_ID", "SSH_AUTH_SOCK"]
     private += ["XDG_RUNTIME_DIR", "ON_NODE", "BASH_ENV", "TMUX_PANE", "TERM_PROGRAM"]
+    private += [
+        "KRB5CCNAME",
+        "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+        "PMIX_RANK",
+        "NVIDIA_VISIBLE_DEVICES",
+    ]
     env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "MINE": "here", "HOME": str(tmp_path)}
     env |= dict.fromkeys(private, "/of/the/login/node")
     code, text = cluster.on("login", AUTO, CONFIG, "1", "node01", cwd=repo, **env)
