@@ -69,6 +69,8 @@ main() {
     print_help
     exit
   fi
+  [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
+    fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   install
   if [[ "${1:-}" == --install-only ]]; then

@@ -3,6 +3,9 @@
 # node, in the repository, before it starts Python, and uses the array `python` as its Python command. By
 # default everything is off or detected automatically: edit what you need. `fail` is the launcher's.
 
+[[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
+  fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
+
 set +eu # modules and conda use unset variables
 trap 'fail "line $LINENO of scripts/site.sh failed: $(sed -n ${LINENO}p scripts/site.sh)"' ERR
 
@@ -39,6 +42,8 @@ python=("${PYTHON:-python3}")
 # ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the workers in that image. Apptainer itself reads
 # APPTAINER_BIND=/data,/scratch, for more directories than this repository.
 if [[ -n "${APPTAINER_IMAGE:-}" ]]; then
+  "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null ||
+    fail "${python[*]} is not Python 3.8 or newer, which the launchers need outside the container: set PYTHON"
   python=(apptainer exec --nv --bind "$PWD" "$APPTAINER_IMAGE" python3)
 fi
 

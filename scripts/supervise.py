@@ -71,6 +71,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 def main():
     command = sys.argv[1:]
+    if sys.version_info < (3, 8):  # noqa: UP036
+        log(f"error: {sys.executable} is not Python 3.8 or newer: set PYTHON, or run it with one")
+        return 2
     if not command or command[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if command else 2
@@ -262,7 +265,8 @@ class Supervisor:
             if self.stopping_since:
                 return "stopped", asked
             return "ended", "exit code 0, but the training wrote no STATUS_FILE"
-        if failure.get("cause") not in WOULD_REPEAT and (lost := nodes_lost(self.nodes)):
+        lost = failure.get("cause") not in WOULD_REPEAT and nodes_lost(self.nodes)
+        if lost:
             self.nodes = [node for node in self.nodes if node not in lost]
             return "node lost", ", ".join(lost)
         if failure:

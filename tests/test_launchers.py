@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from harness import REPO, SLOW_TO_SAVE, copy_repository, processes_with
+from harness import OLD_PYTHONS, REPO, SLOW_TO_SAVE, copy_repository, processes_with
 
 
 class Node:
@@ -121,6 +121,40 @@ def test_a_login_host_without_ssh_is_told(tmp_path):
         assert len(result.stderr.splitlines()) == 1
 
 
+LOCAL_LAUNCHERS = {
+    "scripts/quickstart.sh": [],
+    "scripts/cluster_train.sh": [],
+    "scripts/ssh/launch_singlenode.sh": ["configs/default_config.yaml", "2"],
+    "scripts/ssh/launch_torchrun_auto.sh": ["configs/default_config.yaml", "2", "a"],
+    "scripts/ssh/launch_pdsh_multinode.sh": ["configs/default_config.yaml", "2", "a,b"],
+}
+
+
+@pytest.mark.parametrize("old", ["uname"] + ["bash"] * ("OLD_BASH" in os.environ))
+@pytest.mark.parametrize("launcher", LOCAL_LAUNCHERS)
+def test_macos_and_an_old_bash_are_told_in_one_sentence(tmp_path, launcher, old):
+    """macOS is a stand-in for uname. OLD_BASH is the path of a real bash 3.2, if there is one."""
+    if old == "uname":
+        (tmp_path / "uname").write_text("#!/bin/sh\necho Darwin\n")
+        (tmp_path / "uname").chmod(0o755)
+    else:
+        (tmp_path / "bash").symlink_to(os.environ["OLD_BASH"])
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
+    command = [launcher, *LOCAL_LAUNCHERS[launcher]]
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    text = "this needs Linux and bash 4.4 or newer, not "
+    text += "Darwin and bash 5" if old == "uname" else "Linux and bash 3.2"
+    assert result.returncode == 2 and text in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "venv").exists()
+
+
+def test_an_old_python_around_a_container_is_told(tmp_path):
+    env = {"APPTAINER_IMAGE": "x.sif", "PYTHON": OLD_PYTHONS[0] if OLD_PYTHONS else "false"}
+    result = supervised(LOG_DIR=str(tmp_path), **env)
+    text = f"{env['PYTHON']} is not Python 3.8 or newer, which the launchers need outside the"
+    assert result.returncode == 2 and text in result.stderr and "Traceback" not in result.stderr
+
+
 CONDA = """#!/bin/bash
 # Stands in for conda, which no registry of ours has: its answers have the same form.
 echo {base}
@@ -149,7 +183,7 @@ def conda(tmp_path) -> dict[str, str]:
 def supervised(**env) -> subprocess.CompletedProcess:
     """cluster_train.sh with one rank of a script that prints its environment."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHON"} | {"GUARD": "0"} | env
-    command = ["scripts/supervise.py", "scripts/cluster_train.sh"]
+    command = [sys.executable, "scripts/supervise.py", "scripts/cluster_train.sh"]
     return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
 
 

@@ -1,5 +1,6 @@
 """What supervise.py does about each end of a training, and what it prints and writes."""
 
+import ast
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from harness import FOREVER, REPO, SLOW_TO_SAVE, load, wait_for_step, wait_until
+from harness import FOREVER, OLD_PYTHONS, REPO, SLOW_TO_SAVE, load, wait_for_step, wait_until
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
 TRAIN = [sys.executable, REPO / "scripts/guard.py", REPO / "train_distributed.py"]
@@ -225,6 +226,26 @@ def test_a_command_that_does_not_exist_touches_nothing(tmp_path, supervise):
 
 
 # ------------------------------------------------------------------- what the training tells it
+
+
+@pytest.mark.parametrize("python", ["simulated", *OLD_PYTHONS])
+def test_an_old_python_is_told_in_one_sentence(python):
+    command = [python, SUPERVISE, "true"]
+    if python == "simulated":
+        code = "import runpy, sys; sys.version_info = (3, 6, 8); sys.argv = sys.argv[1:]; "
+        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+        command = [sys.executable, "-c", code, SUPERVISE, "true"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    text = (
+        f"supervise.py: error: {command[0]} is not Python 3.8 or newer: set PYTHON, or run it with"
+    )
+    assert result.stderr.startswith(text) and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("file", ["supervise.py", "ssh/launch.py", "ssh/node.py"])
+def test_python_3_6_can_read_the_file(file):
+    ast.parse((REPO / "scripts" / file).read_text(), feature_version=(3, 6))
 
 
 def test_the_attempt_log_is_in_the_run_directory_wherever_supervise_is_called(

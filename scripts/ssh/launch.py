@@ -32,7 +32,16 @@ RUN = """cd {} 2>/dev/null || {{
   echo "launch.py: error: $(hostname): the repository is not at the same path here: set REPO_ROOT"
   exit 2
 }} >&2
-exec python3 scripts/{}
+is_new() {{
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null
+}}
+python=python3
+is_new python3 || python={}
+is_new "$python" || {{
+  echo "launch.py: error: $(hostname): $python is not Python 3.8 or newer: set PYTHON"
+  exit 2
+}} >&2
+exec "$python" scripts/{}
 """
 
 
@@ -48,22 +57,25 @@ def main():
             return 2
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
     root = shlex.quote(os.environ.get("REPO_ROOT") or os.getcwd())
+    python = shlex.quote(os.environ.get("PYTHON") or "python3")
     master = os.environ.get("MASTER_ADDR") or hosts[0]
-    port = os.environ.get("MASTER_PORT") or free_port(hosts[0], root)
+    port = os.environ.get("MASTER_PORT") or free_port(hosts[0], root, python)
     if not port.isdigit():
-        say(f"error: cannot ask {hosts[0]} for a free port: does `ssh {hosts[0]}` work?")
         return 2
     nodes = {}
     for rank, host in enumerate(hosts):
         command = ["scripts/cluster_train.sh", config, str(len(hosts)), str(rank), master, port]
-        nodes[host] = Node(f"{RUN.format(root, 'ssh/node.py')}{request([*command, *options])}\n")
+        run_node = RUN.format(root, python, "ssh/node.py")
+        nodes[host] = Node(f"{run_node}{request([*command, *options])}\n")
     return run(nodes, with_pdsh)
 
 
-def free_port(host, root):
-    """A free port on that host; "" if ssh fails."""
-    ask = RUN.format(root, "guard.py --free-port").encode()
+def free_port(host, root, python):
+    """A free port on that host; "" if it cannot tell, which is on the screen then."""
+    ask = RUN.format(root, python, "guard.py --free-port").encode()
     answer = subprocess.run([*SSH, host, "exec bash -s"], input=ask, stdout=subprocess.PIPE)
+    if answer.returncode == 255:
+        say(f"error: cannot ask {host} for a free port: does `ssh {host}` work?")
     return answer.stdout.decode().strip()
 
 

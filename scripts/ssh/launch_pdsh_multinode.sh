@@ -25,6 +25,8 @@ main() {
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
     exit
   fi
+  [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
+    fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
   [[ -n "$(command -v pdsh)" ]] || fail "pdsh is not installed here: use launch_torchrun_auto.sh"
   [[ $# -gt 2 && "$3" != -* ]] || fail "no HOSTS: CONFIG GPUS_PER_NODE HOSTS [options]"
   local hosts

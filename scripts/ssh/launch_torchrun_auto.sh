@@ -5,7 +5,8 @@
 #
 # Usage: scripts/ssh/launch_torchrun_auto.sh CONFIG GPUS_PER_NODE HOST [HOST ...] [options]
 #
-# Each host needs ssh without a password, python3 (3.8 or newer), and this repository at the same path.
+# Each host needs ssh without a password, python3 or PYTHON (3.8 or newer), and this repository at the
+# same path.
 # The environment is passed on, except for variables of the host, such as CUDA_VISIBLE_DEVICES. All
 # arguments from the first one with a dash on are options of train_distributed.py.
 #
@@ -40,6 +41,8 @@ main() {
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
     exit
   fi
+  [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
+    fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
   [[ $# -gt 2 && "$1" != -* ]] || fail "the arguments are CONFIG GPUS_PER_NODE HOST ... [options]"
   [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS_PER_NODE HOST ...: '$2' is not a number of GPUs"
   local config="$1" hosts=() command=(env "NPROC_PER_NODE=$2" scripts/ssh/launch.py)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import REPO, SLOW_TO_SAVE, assert_same_state, torch, train
+from harness import OLD_PYTHONS, REPO, SLOW_TO_SAVE, assert_same_state, torch, train
 from hosts import probed, wait_until
 
 CONFIG = "configs/default_config.yaml"
@@ -94,6 +94,29 @@ def test_a_module_that_a_node_lacks_is_named_once(cluster, with_module):
     failed = "of scripts/site.sh failed: module load mine"
     assert code == 2 and "Unable to locate a modulefile for 'mine'" in text, text
     assert re.search(rf"supervise.py: error: configuration: node0[12]: line \d+ {failed}", text)
+
+
+@pytest.mark.parametrize("python", ["", sys.executable])
+def test_a_host_with_an_old_python_is_named_unless_python_is_set(
+    cluster, repo, tmp_path, probe, python
+):
+    """A real Python 3.6 or 3.7 if this machine has one; else a stand-in that always fails."""
+    places = ["/usr/local/bin", *filter(os.path.exists, [Path.home() / ".bashrc"])]  # may set PATH
+    (empty := tmp_path / "empty").touch()
+    (old := tmp_path / "bin/python3").parent.mkdir()
+    old.write_text(f'#!/bin/sh\nexec {OLD_PYTHONS[0] if OLD_PYTHONS else "false"} "$@"\n')
+    old.chmod(0o755)
+    for source, place in zip([old.parent, empty], places):
+        assert cluster.on("node01", "mount", "--bind", source, place) == (0, "")
+    try:
+        code, text = cluster.on("login", *words_of(AUTO), cwd=repo, PYTHON=python, **probe)
+    finally:
+        assert cluster.on("node01", "umount", *places)[0] == 0
+    if python:
+        assert code == 0 and len(probed(text)) == 2, text
+    else:
+        error = "launch.py: error: node01: python3 is not Python 3.8 or newer: set PYTHON\n"
+        assert code == 2 and text.endswith(error) and "Traceback" not in text
 
 
 def test_secrets_do_not_show_on_any_command_line(cluster, repo, tmp_path):
