@@ -226,7 +226,7 @@ def host_name():
         return
     text = f"{HOST} is {', '.join(addresses)}"
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
-    if several and all(re.match(r"(::ffff:)?127\.|::1$", address) for address in addresses):
+    if several and all(map(guard.LOOPBACK.match, addresses)):
         text += ": gloo listens there, where no other node can connect"
         remedy = "give it its own address in /etc/hosts; until then, set GLOO_SOCKET_IFNAME=eth0"
         yield Finding("WARN", "host name", text, remedy)

@@ -331,7 +331,8 @@ class Rank:
         """Each node sends to the next one; with up to five nodes, to each of the others."""
         ring, results = list(self.leaders), {}
         towards = os.environ["MASTER_ADDR"] if self.rank else infos[ring[-1]]["address"]
-        server = socket.create_server(("", 0))
+        family = socket.AF_INET6 if ":" in self.info["address"] else socket.AF_INET
+        server = socket.create_server(("", 0), family=family)
         Thread(target=answer, args=[server], daemon=True).start()
         address = guard.address_towards(towards), server.getsockname()[1]
         self.set(f"address {self.rank}", address)

@@ -45,6 +45,7 @@ from datetime import timedelta
 from pathlib import Path
 
 HOST = socket.gethostname()
+LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 POLL = 5  # seconds between checks whether another rank has found a hang
 
 
@@ -384,10 +385,11 @@ def log_topology(infos: list[dict]) -> None:
 
 def address_towards(host: str) -> str:
     """This machine's address on the route to the host. Sends no packet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        with suppress(OSError, UnicodeError):
-            probe.connect((host, 1))
-            return probe.getsockname()[0]
+    with suppress(OSError, UnicodeError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return probe.getsockname()[0].replace("::ffff:", "")
     return "127.0.0.1"
 
 
@@ -399,15 +401,25 @@ def choose_interface(infos: list[dict], info: dict) -> None:
     """
     others = [other["address"] for other in infos if other["host"] != HOST]
     with suppress(OSError):
-        if not others or not socket.gethostbyname(HOST).startswith("127."):
+        if not others or not LOOPBACK.match(socket.getaddrinfo(HOST, None)[0][4][0]):
             return
-    target = next((a for a in others if not a.startswith("127.")), os.environ["MASTER_ADDR"])
+    target = next((a for a in others if not LOOPBACK.match(a)), os.environ["MASTER_ADDR"])
     address = address_towards(target)
-    for _, name in socket.if_nameindex() if not address.startswith("127.") else ():
+    if name := not LOOPBACK.match(address) and interfaces().get(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interfaces() -> dict[str, str]:
+    """{address: name of its network interface}"""
+    names = {}
+    for _, name in socket.if_nameindex():
         with socket.socket() as probe, suppress(OSError):  # an interface without an IPv4 address
             found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-            if socket.inet_ntoa(found[20:24]) == address:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            names[socket.inet_ntoa(found[20:24])] = name
+    with suppress(OSError):
+        for words in map(str.split, Path("/proc/net/if_inet6").read_text().splitlines()):
+            names[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))] = words[-1]
+    return names
 
 
 # ----------------------------------------------------------------------------- hang detection

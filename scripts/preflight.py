@@ -8,11 +8,12 @@ scripts/cluster_train.sh calls it on each node. It refuses a launch that would f
 that is also written to FAILURE_FILE, and warns of settings that slow the training down. Without a
 master address and port, it does not check the master; scripts/doctor.py checks all nodes together.
 It prints the number of GPUs that PyTorch sees, and imports PyTorch only if there are GPUs.
-Exit code: 0, or 2 if the launch was refused.
+Exit code: 0, or 2 if the launch was refused. With PREFLIGHT=0, it warns instead of refusing.
 """
 
 import argparse
 import errno
+import importlib.util
 import os
 import re
 import signal
@@ -30,7 +31,9 @@ PROGRAM = Path(sys.argv[0]).name  # preflight.py, or doctor.py, which imports th
 
 
 def refuse(text: str, cause: str = "configuration") -> None:
-    """Print why the launch would fail, and exit with code 2."""
+    """Print why the launch would fail, and exit with code 2; only warn if PREFLIGHT=0."""
+    if os.environ.get("PREFLIGHT") == "0" and PROGRAM != "doctor.py":
+        return print(f"{PROGRAM}: WARNING: {HOST}: {text}", file=sys.stderr, flush=True)
     print(f"{PROGRAM}: error: {HOST}: {text}", file=sys.stderr, flush=True)
     guard.write_failure(cause, text, int(os.environ.get("RANK", 0)))
     sys.exit(2)
@@ -92,7 +95,7 @@ def read_request(arguments: list[str]) -> str:
 
 
 def count_gpus() -> int:
-    if not guard.has_gpu():
+    if not guard.has_gpu() or not importlib.util.find_spec("torch"):
         return 0
     import torch
 
@@ -103,31 +106,60 @@ def check_master(args: argparse.Namespace) -> None:
     """The port must be free on the master, and the other nodes must reach the master."""
     master, port = args.master_addr, args.master_port
     remedy = "set MASTER_ADDR to an address that all nodes reach"
+    otherwise = "(or, if it is right, set PREFLIGHT=0)"
     try:
-        address = socket.getaddrinfo(master, port, type=socket.SOCK_STREAM)[0][4]
+        found = socket.getaddrinfo(master, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        refuse(f"master {master} is unknown here ({error.strerror}): {remedy}")
+        return refuse(f"master {master} is unknown here ({error.strerror}): {remedy}")
+    address = found[0][4][0]
     if args.node_rank == 0:
-        with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address[0], port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    text = f"port {port} is in use here, on the master"
-                    refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
-                text = f"node rank 0 is here, but master {master} ({address[0]}) is not"
-                refuse(f"{text} ({error.strerror}): set MASTER_ADDR to an address of this host")
-    elif address[0].startswith("127."):
-        refuse(f"master {master} resolves to {address[0]}, which is this node itself: {remedy}")
-    else:
+        errors = [error_of(bind, *info) for info in found]
+        if any(error and error.errno == errno.EADDRINUSE for error in errors):
+            text = f"port {port} is in use here, on the master"
+            refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
+        elif all(errors) and not any(map(leads_here, found)):
+            text = f"node rank 0 is here, but master {master} ({address}) is not"
+            text += f" ({errors[0].strerror}): set MASTER_ADDR to an address of this host"
+            refuse(f"{text} {otherwise}")
+    elif all(guard.LOOPBACK.match(info[4][0]) for info in found):
+        text = f"master {master} resolves to {address}, which is this node itself"
+        refuse(f"{text}: {remedy} {otherwise}")
+    elif all(errors := [error_of(connect, *info) for info in found]):
+        text = f"cannot reach master {master} ({address}): {errors[0].strerror or errors[0]}"
+        refuse(f"{text}: check MASTER_ADDR, and that its node is up {otherwise}", "node lost")
+
+
+def error_of(call, family, kind, protocol, _, address) -> OSError | None:
+    with socket.socket(family, kind, protocol) as probe:
         try:
-            socket.create_connection(address[:2], timeout=10).close()
-        except ConnectionRefusedError:
-            pass  # the host answers; its store has not started yet
+            return call(probe, address)
         except OSError as error:
-            text = f"cannot reach master {master} ({address[0]}): {error.strerror or error}"
-            refuse(f"{text}: check MASTER_ADDR, and that its node is up", "node lost")
+            return error
+
+
+def bind(probe: socket.socket, address) -> None:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(address)
+
+
+def connect(probe: socket.socket, address) -> None:
+    probe.settimeout(10)
+    with suppress(ConnectionRefusedError):  # the host answers; its store has not started yet
+        probe.connect(address)
+
+
+def leads_here(info) -> bool:
+    """Whether connections to this address arrive here, as with NAT or a service address."""
+    family, _, _, _, address = info
+    word = os.urandom(8)
+    with suppress(OSError), socket.create_server(("", address[1]), family=family) as server:
+        server.settimeout(2)
+        with socket.create_connection(address[:2], timeout=5) as client:
+            client.sendall(word)
+            with server.accept()[0] as arrived:
+                arrived.settimeout(2)
+                return arrived.recv(len(word)) == word
+    return False
 
 
 def check_bf16() -> None:

@@ -134,9 +134,55 @@ def test_a_master_that_is_another_host(check):
     assert code == 2 and "node rank 0 is here, but master 192.0.2.1 (192.0.2.1) is not" in error
 
 
-def test_a_master_that_is_this_host_everywhere(check):
-    code, _, error = check(*where(1, "localhost", 29400), "x.py")
-    assert code == 2 and "resolves to 127.0.0.1, which is this node itself" in error
+@pytest.mark.parametrize("master", ["127.0.1.1", "::1", "::ffff:127.0.0.1"])
+def test_a_master_that_is_this_host_everywhere(check, master):
+    code, _, error = check(*where(1, master, 29400), "x.py")
+    assert code == 2 and f"resolves to {master}, which is this node itself" in error
+
+
+def test_a_port_in_use_on_a_master_with_an_ipv6_address(check):
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        code, _, error = check(*where(0, "::1", port), "x.py")
+    assert code == 2 and f"port {port} is in use here, on the master" in error
+    assert check(*where(0, "::1", port), "x.py") == (0, "0\n", "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_several_addresses_of_the_master_is_enough(monkeypatch, capfd, rank):
+    """Simulated: a name with an address that leads nowhere, and one that this host answers."""
+
+    def resolve(host, port, *more, real=socket.getaddrinfo, **options):
+        hosts = ("fe80::1", "127.0.0.1", here) if host == "master" else (host,)
+        return [info for name in hosts for info in real(name, port, *more, **options)]
+
+    here = guard.address_towards("192.0.2.1")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(sys, "argv", ["preflight.py", *where(rank, "master", free_port()), "x.py"])
+    preflight.main()
+    assert capfd.readouterr() == ("0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (["--nproc-per-node=2", "x.py", "--backend=nccl"], "2 workers for nccl, but 0 visible"),
+        ([*where(1, "no-such-host.invalid", 29400), "x.py"], "master no-such-host.invalid is"),
+        ([*where(0, "192.0.2.1", 29400), "x.py"], "node rank 0 is here, but master 192.0.2.1"),
+        ([*where(1, "localhost", 29400), "x.py"], "which is this node itself"),
+    ],
+)
+def test_preflight_0_turns_each_refusal_into_a_warning(check, words, warning):
+    code, out, error = check(*words, PREFLIGHT="0")
+    assert (code, out) == (0, "0\n")
+    assert error.startswith(f"preflight.py: WARNING: {guard.HOST}: ") and warning in error
+    assert error.count("\n") == 1
+    assert check(*words)[0] == 2
+
+
+def test_missing_packages_are_a_warning_with_preflight_0(check):
+    code, _, error = check("my_train.py", python=["-S"], PREFLIGHT="0")
+    assert code == 0 and "WARNING" in error and "has no torch" in error
 
 
 def test_harmful_variables_are_warnings(check):

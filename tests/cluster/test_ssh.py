@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import OLD_PYTHONS, REPO, SLOW_TO_SAVE, assert_same_state, torch, train
-from hosts import probed, wait_until
+from hosts import Cluster, probed, wait_until
 
 CONFIG = "configs/default_config.yaml"
 AUTO = "scripts/ssh/launch_torchrun_auto.sh"
@@ -663,6 +663,67 @@ def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, option
     finally:
         for host in TWO_NODES:
             assert cluster.on(host, "umount", "/etc/hosts")[0] == 0
+
+
+@pytest.fixture
+def ipv6():
+    """Two nodes with IPv6 addresses only, fd00:77::11 and ...::12; of this test alone."""
+    cluster = Cluster(Path(f"/tmp/ipv6-{os.getpid()}"), 2, 8)
+    addresses = {"login": "fd00:77::1", "node01": "fd00:77::11", "node02": "fd00:77::12"}
+    for host, address in addresses.items():
+        for change in (["flush", "dev", "eth0"], ["add", f"{address}/64", "dev", "eth0", "nodad"]):
+            assert cluster.on(host, "ip", "address", *change) == (0, "")
+    names = [f"{address} {host}\n" for host, address in addresses.items()]
+    names = "".join(["127.0.0.1 localhost\n::1 localhost\n", *names])
+    for host in addresses:
+        (own := cluster.directory / f"names-{host}").write_text(names)
+        assert cluster.on(host, "mount", "--bind", own, "/etc/hosts") == (0, "")
+    yield cluster
+    cluster.down()
+
+
+@pytest.mark.parametrize(
+    "own_name", ["127.0.1.1", pytest.param("fd00:77::1", marks=pytest.mark.long)]
+)
+def test_hosts_that_have_ipv6_addresses_only(ipv6, repo, tmp_path, options, check, own_name):
+    """They know themselves by an address that others reach, or as 127.0.1.1."""
+    for host in TWO_NODES:
+        file = ipv6.directory / f"names-{host}"
+        names = file.read_text()
+        file.write_text(
+            re.sub(
+                rf"fd00:77::1(\d) {host}",
+                (rf"{own_name}\1" if "::" in own_name else own_name) + f" {host}",
+                names,
+            )
+        )
+    run = tmp_path / "run"
+    words = [AUTO, CONFIG, "2", "fd00:77::11", "fd00:77::12", *options, f"--checkpoint-dir={run}"]
+    code, text = ipv6.on("login", *words, cwd=repo)
+    assert code == 0, text
+    check(text, run, TWO_NODES)
+    if own_name != "127.0.1.1":
+        env = {"TRAIN_SCRIPT": "scripts/doctor.py"}
+        code, text = ipv6.on("login", *words_of(AUTO), cwd=repo, **env)
+        assert code == 0 and "OK   network" in text and "FAIL" not in text, text
+    ipv6.assert_nothing_left()
+
+
+def test_a_master_address_that_is_translated(cluster, repo, probe):
+    """As with NAT or a service address: no host has it, but it leads to node01."""
+    for host in TWO_NODES:
+        rule = "add table ip test; add chain ip test out { type nat hook output priority 0; }; "
+        rule += "add rule ip test out ip daddr 203.0.113.7 dnat to 10.77.0.11"
+        assert cluster.on(host, "nft", rule) == (0, "")
+        assert cluster.on(host, "ip", "route", "add", "203.0.113.7", "dev", "eth0") == (0, "")
+    try:
+        env = {"MASTER_ADDR": "203.0.113.7", **probe}
+        code, text = cluster.on("login", *words_of(AUTO), cwd=repo, **env)
+    finally:
+        for host in TWO_NODES:
+            cluster.on(host, "nft", "delete table ip test")
+            cluster.on(host, "ip", "route", "del", "203.0.113.7", "dev", "eth0")
+    assert code == 0 and len(probed(text)) == 2, text
 
 
 def test_mistakes_in_the_call(cluster, repo):
