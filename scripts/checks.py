@@ -110,10 +110,11 @@ def gpus() -> list[Finding]:
             remedy = "exclude the node, and tell the administrators"
             findings.append(Finding("FAIL", "GPU memory", text, remedy))
         if number(used) > 1024:
-            pids = ", ".join(pid for gpu, pid in processes if gpu == uuid)
-            text = f"{used} of {total} MiB of GPU {index} are in use by process {pids or 'unknown'}"
+            pids = [pid for gpu, pid in processes if gpu == uuid]
+            text = f"{used} of {total} MiB of GPU {index} are in use by process "
+            text += ", ".join(pids) or "unknown"
             remedy = "if it is left over from your training, kill it"
-            findings.append(Finding("WARN", "GPU memory", text, remedy))
+            findings.append(Finding("WARN", "GPU memory", text, remedy, data={"pids": pids}))
         if number(limit) < 0.9 * number(default):
             text = f"the power of GPU {index} is limited to {limit} of {default} W"
             remedy = f"nvidia-smi -i {index} -pl {default}, or ask the administrators"

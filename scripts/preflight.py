@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check this node just before a launch, in at most two seconds.
+"""Check this node just before a launch, in two seconds.
 
     python scripts/preflight.py [--nnodes N --node-rank R --master-addr A --master-port P]
                                 [--nproc-per-node K] SCRIPT [ARGUMENT ...]
@@ -7,6 +7,7 @@
 scripts/cluster_train.sh calls it on each node. It refuses a launch that would fail, with an error
 that is also written to FAILURE_FILE, and warns of settings that slow the training down. Without a
 master address and port, it does not check the master; scripts/doctor.py checks all nodes together.
+After a crash, it waits up to a minute until the killed processes have freed their GPU memory.
 It prints the number of GPUs that PyTorch sees, and imports PyTorch only if there are GPUs.
 Exit code: 0, or 2 if the launch was refused. With PREFLIGHT=0, it warns instead of refusing.
 """
@@ -20,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +45,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
     refuse(f"{sys.executable} is not Python 3.11 or newer: see scripts/site.sh")
 
 CPUINFO = Path("/proc/cpuinfo")
+MEMORY_SECONDS = 60  # to free the GPU memory of a killed attempt
 BF16_PROBE = "import torch; x = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(x, x)"
 
 
@@ -62,7 +65,7 @@ def main() -> None:
     if re.search(r"\bbf16\b", request) and not gpu_count:
         check_bf16()
     findings = checks.environment() + checks.shared_memory()
-    for finding in findings + (checks.attempt(checks.gpus) if guard.has_gpu() else []):
+    for finding in findings + (check_gpus() if guard.has_gpu() else []):
         if finding.level != "OK":
             text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
             print(text, file=sys.stderr, flush=True)
@@ -127,6 +130,30 @@ def check_master(args: argparse.Namespace) -> None:
     elif all(errors := [error_of(connect, *info) for info in found]):
         text = f"cannot reach master {master} ({address}): {errors[0].strerror or errors[0]}"
         refuse(f"{text}: check MASTER_ADDR, and that its node is up {otherwise}", "node lost")
+
+
+def check_gpus() -> list[checks.Finding]:
+    """checks.gpus(). After a killed attempt, first wait for its GPU memory to be freed."""
+    attempt = int(os.environ.get("ATTEMPT") or 1)
+    deadline = time.monotonic() + (MEMORY_SECONDS if attempt > 1 else 0)
+    told = False
+    while True:
+        findings = checks.attempt(checks.gpus)
+        held = [f for f in findings if f.data and not any(map(is_of_others, f.data["pids"]))]
+        if not held or time.monotonic() > deadline:
+            return findings
+        if not told:
+            text = f"{PROGRAM}: {HOST}: waiting up to {MEMORY_SECONDS} s: {held[0].observed}"
+            print(text, file=sys.stderr, flush=True)
+            told = True
+        time.sleep(1)
+
+
+def is_of_others(pid: str) -> bool:
+    """Whether this is a process of another user; a killed process may be gone already."""
+    with suppress(OSError):
+        return os.stat(f"/proc/{pid}").st_uid != os.getuid()
+    return False
 
 
 def error_of(call, family, kind, protocol, _, address) -> OSError | None:

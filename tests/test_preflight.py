@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 from harness import LAUNCH_VARIABLES, REPO, free_port
@@ -200,22 +201,64 @@ def test_harmful_variables_are_warnings(check):
     assert check("x.py", NCCL_P2P_DISABLE="0")[2] == ""
 
 
-def test_gpus_that_are_in_use_or_not_seen_are_warnings(monkeypatch, tmp_path, capfd):
-    """Simulated: a GPU, and nvidia-smi."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        '#!/bin/sh\ncase "$*" in *apps*) echo "GPU-5, 4711" ;;\n*gpu=uuid,*) '
-        'echo "GPU-5, 0, H200, 570.86, 143771, 17012, 0, [N/A], [N/A]" ;; *) echo GPU-5 ;; esac\n'
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(guard, "has_gpu", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py"])
-    preflight.main()
+@pytest.fixture
+def with_gpu(monkeypatch, tmp_path):
+    """with_gpu(pid, ...): preflight.py with a GPU that the process uses while tmp_path/held exists.
+
+    The GPU and nvidia-smi are stand-ins.
+    """
+
+    def with_gpu(pid: int, **env):
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text(
+            "#!/bin/sh\nused=0\n"
+            f"[ ! -e {tmp_path}/held ] || used=17012\n"
+            f'case "$*" in *apps*) echo "GPU-5, {pid}" ;; *gpu=uuid,*) echo "GPU-5, 0, H200, '
+            '570.86, 143771, $used, 0, [N/A], [N/A]" ;; *) echo GPU-5 ;; esac\n'
+        )
+        smi.chmod(0o755)
+        (tmp_path / "held").touch()
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(guard, "has_gpu", lambda: True)
+        monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py"])
+        preflight.main()
+
+    return with_gpu
+
+
+def test_gpus_that_are_in_use_or_not_seen_are_warnings(with_gpu, capfd):
+    with_gpu(4711)
     out, error = capfd.readouterr()
     assert out == "0\n" and len(error.splitlines()) == 2
     assert "17012 of 143771 MiB of GPU 0 are in use by process 4711: if it is left" in error
     assert "sees 0 of 1 GPUs, driver 570.86: ask the scheduler for GPUs" in error
+
+
+IN_USE = "17012 of 143771 MiB of GPU 0 are in use by process "
+
+
+def test_a_new_attempt_waits_for_the_gpu_memory_of_the_killed_one(with_gpu, tmp_path, capfd):
+    timer = threading.Timer(1.5, (tmp_path / "held").unlink)
+    timer.start()
+    with_gpu(2**22 + 1, ATTEMPT="2")  # a process that is gone
+    assert not timer.is_alive()
+    first, second = capfd.readouterr().err.splitlines()
+    assert f"{guard.HOST}: waiting up to 60 s: {IN_USE}" in first
+    assert "sees 0 of 1 GPUs" in second  # nothing is in use any more
+
+
+def test_it_waits_for_a_minute_at_most_and_not_for_other_users(with_gpu, monkeypatch, capfd):
+    monkeypatch.setattr(preflight, "MEMORY_SECONDS", 1)
+    with_gpu(os.getpid(), ATTEMPT="2")
+    error = capfd.readouterr().err
+    assert "waiting up to 1 s" in error and error.count(IN_USE) == 2
+    monkeypatch.setattr(preflight, "MEMORY_SECONDS", 60)
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with_gpu(os.getpid(), ATTEMPT="2")
+    error = capfd.readouterr().err
+    assert "waiting" not in error and error.count(IN_USE) == 1
 
 
 @pytest.fixture
