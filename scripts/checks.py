@@ -119,6 +119,8 @@ def gpus() -> list[Finding]:
             text = f"the power of GPU {index} is limited to {limit} of {default} W"
             remedy = f"nvidia-smi -i {index} -pl {default}, or ask the administrators"
             findings.append(Finding("WARN", "GPU power", text, remedy))
+    if rows and (too_old := old_driver(rows[0][3], count)):
+        return [*findings, too_old]
     if count < max(len(visible), guard.has_gpu()):
         text = f"PyTorch {torch.__version__} sees {count} of {len(visible) or 'the'} GPUs{driver}"
         remedy = "ask the scheduler for GPUs, or install a PyTorch build for this driver"
@@ -126,6 +128,25 @@ def gpus() -> list[Finding]:
     names = " and ".join(sorted({row[2] for row in rows})) or "GPU"
     text = f"{count} x {names}, CUDA {torch.version.cuda or 'none'}{driver}"
     return [*findings, Finding("OK", "GPUs", text if count else "none: uses the CPU")]
+
+
+OLDEST_DRIVER = {"12": 525, "13": 580}  # for each CUDA version, by NVIDIA's compatibility table
+
+
+def old_driver(driver: str, count: int) -> Finding | None:
+    """That the driver is too old for this PyTorch, which counts GPUs with NVML all the same."""
+    import torch
+
+    cuda = torch.version.cuda or "none"
+    needed = OLDEST_DRIVER.get(cuda.split(".")[0], 0)
+    if int(driver.split(".")[0]) >= needed or torch.cuda.is_available():
+        return None
+    text = f"PyTorch {torch.__version__} for CUDA {cuda} needs driver {needed}, not {driver}"
+    remedy = (
+        "update the driver, or TORCH_INDEX=cu126 scripts/quickstart.sh (from driver 525 on), or "
+    )
+    remedy += "train on the CPU: export CUDA_VISIBLE_DEVICES="
+    return Finding("FAIL" if count else "WARN", "GPU driver", text, remedy)
 
 
 def number(text: str) -> float:

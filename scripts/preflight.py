@@ -66,7 +66,9 @@ def main() -> None:
         check_bf16()
     findings = checks.environment() + checks.shared_memory()
     for finding in findings + (check_gpus() if guard.has_gpu() else []):
-        if finding.level != "OK":
+        if (finding.level, finding.check) == ("FAIL", "GPU driver"):
+            refuse(f"{finding.observed}: {finding.remedy}")
+        elif finding.level != "OK":
             text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
             print(text, file=sys.stderr, flush=True)
     with suppress(BrokenPipeError):  # the launcher has stopped

@@ -10,10 +10,12 @@
 #   VENV            the virtual environment                   [.venv]
 #   RUN_DIR         the run directory                         [runs/quickstart]
 #   NPROC_PER_NODE  number of processes                       [number of GPUs, or 2 without GPUs]
+#   TORCH_INDEX     where PyTorch comes from: a URL, or cpu, cu126 ... of download.pytorch.org  []
 #
 # Examples:
 #   scripts/quickstart.sh
 #   scripts/quickstart.sh --epochs 10
+#   TORCH_INDEX=cpu scripts/quickstart.sh
 #   RUN_DIR=runs/resnet scripts/quickstart.sh --model resnet18 --epochs 1
 
 set -euo pipefail
@@ -22,6 +24,7 @@ PYTHON="${PYTHON:-python3}"
 VENV="${VENV:-.venv}"
 RUN_DIR="${RUN_DIR:-runs/quickstart}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
+TORCH_INDEX="${TORCH_INDEX:-}"
 
 fail() {
   echo "quickstart.sh: error: $*" >&2
@@ -39,9 +42,19 @@ install() {
     echo "Creating $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot create $VENV: on Debian, install python3-venv"
   fi
+  local pip=("$VENV/bin/pip" --quiet --disable-pip-version-check) torch
+  if [[ -n "$TORCH_INDEX" ]] && ! grep -qsxF -e "$TORCH_INDEX" "$VENV/installed-torch-index.txt"; then
+    [[ "$TORCH_INDEX" == *://* ]] || TORCH_INDEX="https://download.pytorch.org/whl/$TORCH_INDEX"
+    echo "Installing PyTorch from $TORCH_INDEX into $VENV"
+    mapfile -t torch < <(grep -o '^torch[^ ]*' requirements.txt)
+    "${pip[@]}" uninstall --yes torch torchvision
+    "${pip[@]}" install --index-url "$TORCH_INDEX" "${torch[@]}" ||
+      fail "pip could not install PyTorch from TORCH_INDEX=$TORCH_INDEX: see its message above"
+    printf '%s\n' "$TORCH_INDEX" "${TORCH_INDEX##*/}" >"$VENV/installed-torch-index.txt"
+  fi
   if ! cmp -s requirements.txt "$VENV/installed-requirements.txt"; then
     echo "Installing requirements.txt into $VENV (PyTorch with CUDA: about 5 GB, some minutes)"
-    "$VENV/bin/pip" install --quiet --disable-pip-version-check -r requirements.txt ||
+    "${pip[@]}" install -r requirements.txt ||
       fail "pip could not install requirements.txt: see its message above"
     cp requirements.txt "$VENV/installed-requirements.txt"
   fi

@@ -30,7 +30,7 @@ SMI = """#!/bin/sh
 # Stands in for nvidia-smi where there is no GPU: its answers have the same form.
 case "$*" in
   *compute-apps*) echo "GPU-5d3f2a, 4711" ;;
-  *gpu=uuid,*) echo "GPU-5d3f2a, 0, NVIDIA H200, 570.86, 143771, 17012, 2, 350.00, 700.00" ;;
+  *gpu=uuid,*) echo "GPU-5d3f2a, 0, NVIDIA H200, 999.1, 143771, 17012, 2, 350.00, 700.00" ;;
   *) echo GPU-5d3f2a ;;
 esac
 """
@@ -65,7 +65,7 @@ def test_a_left_over_process_and_a_sick_gpu(nvidia_smi):
         ": GPU memory: 17012 of 143771 MiB of GPU 0 are in use by process 4711",
         ": GPU power: the power of GPU 0 is limited to 350.00 of 700.00 W",
     ]
-    assert "sees 0 of 1 GPUs, driver 570.86" in warnings[2]
+    assert "sees 0 of 1 GPUs, driver 999.1" in warnings[2]
     assert found(findings, "FAIL") == [": GPU memory: GPU 0 has 2 uncorrected memory errors"]
 
 

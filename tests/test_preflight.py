@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
+import torch
 from harness import LAUNCH_VARIABLES, REPO, free_port
 
 sys.path.append(str(REPO / "scripts"))
@@ -208,13 +210,13 @@ def with_gpu(monkeypatch, tmp_path):
     The GPU and nvidia-smi are stand-ins.
     """
 
-    def with_gpu(pid: int, **env):
+    def with_gpu(pid: int, driver="999.1", **env):
         smi = tmp_path / "nvidia-smi"
         smi.write_text(
             "#!/bin/sh\nused=0\n"
             f"[ ! -e {tmp_path}/held ] || used=17012\n"
             f'case "$*" in *apps*) echo "GPU-5, {pid}" ;; *gpu=uuid,*) echo "GPU-5, 0, H200, '
-            '570.86, 143771, $used, 0, [N/A], [N/A]" ;; *) echo GPU-5 ;; esac\n'
+            f'{driver}, 143771, $used, 0, [N/A], [N/A]" ;; *) echo GPU-5 ;; esac\n'
         )
         smi.chmod(0o755)
         (tmp_path / "held").touch()
@@ -233,7 +235,27 @@ def test_gpus_that_are_in_use_or_not_seen_are_warnings(with_gpu, capfd):
     out, error = capfd.readouterr()
     assert out == "0\n" and len(error.splitlines()) == 2
     assert "17012 of 143771 MiB of GPU 0 are in use by process 4711: if it is left" in error
-    assert "sees 0 of 1 GPUs, driver 570.86: ask the scheduler for GPUs" in error
+    assert "sees 0 of 1 GPUs, driver 999.1: ask the scheduler for GPUs" in error
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_driver_older_than_pytorch_is_named_with_the_remedy(with_gpu, monkeypatch, capfd, count):
+    """NVML counts the GPUs, but CUDA cannot use them: with PyTorch 2.15, device_count() is 1."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    ending = pytest.raises(SystemExit, match="2") if count else nullcontext()
+    with ending:
+        with_gpu(4711, driver="570.86.10")
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        f"{preflight.PROGRAM}: {'error' if count else 'WARNING'}: {guard.HOST}: "
+    )
+    assert f"PyTorch {torch.__version__} for CUDA 13.2 needs driver 580, not 570.86.10: " in error
+    assert "TORCH_INDEX=cu126 scripts/quickstart.sh" in error
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # with NVIDIA's cuda-compat
+    with_gpu(4711, driver="570.86.10")
+    assert "570.86.10: update" not in capfd.readouterr().err
 
 
 IN_USE = "17012 of 143771 MiB of GPU 0 are in use by process "

@@ -4,9 +4,10 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 
 import pytest
-from harness import REPO, train
+from harness import REPO, copy_repository, train
 
 SHELL_SCRIPTS = sorted(
     path
@@ -40,6 +41,45 @@ def test_quickstart_trains_goes_on_and_says_what_is_wrong(tmp_path):
     typo = run(quickstart, "--epoch=1", **env)
     assert typo.returncode == 2
     assert "did you mean --epochs?" in typo.stderr and typo.stderr.count("\n") == 1
+
+
+def torch_index(directory, version: str) -> str:
+    """A package index with a torch and a torchvision of that version, which are empty."""
+    for name in ("torch", "torchvision"):
+        (directory / name).mkdir(parents=True)
+        file = f"{name}-{version}-py3-none-any.whl"
+        (directory / name / "index.html").write_text(f'<a href="{file}">{file}</a>')
+        with zipfile.ZipFile(directory / name / file, "w") as wheel:
+            info = f"{name}-{version}.dist-info"
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            wheel.writestr(f"{info}/METADATA", metadata)
+            tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            wheel.writestr(f"{info}/WHEEL", tags)
+            wheel.writestr(f"{info}/RECORD", "")
+    return directory.as_uri()
+
+
+@pytest.mark.long
+def test_torch_index_chooses_the_build_of_pytorch(tmp_path):
+    """With a real pip and small indexes of our own; download.pytorch.org has gigabytes."""
+    copy = copy_repository(tmp_path / "repo")
+    (copy / "requirements.txt").write_text("torch>=2.10  # comment\ntorchvision>=0.25\n")
+    only = {"VENV": tmp_path / "venv", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}
+    index = {v: torch_index(tmp_path / v, f"99.{n}+{v}") for n, v in enumerate(["cpu", "cu126"])}
+
+    def install(**env) -> str:
+        result = run(copy / "scripts/quickstart.sh", "--install-only", **only, **env)
+        assert result.returncode == 0, result.stderr
+        (info,) = (tmp_path / "venv").rglob("torch-*.dist-info")
+        return info.name.removeprefix("torch-").removesuffix(".dist-info")
+
+    assert install(TORCH_INDEX=index["cu126"]) == "99.1+cu126"
+    assert install(TORCH_INDEX=index["cpu"]) == "99.0+cpu"  # although it is older
+    assert install() == "99.0+cpu"
+    missing = run(copy / "scripts/quickstart.sh", **only, TORCH_INDEX="file:///absent")
+    assert missing.returncode == 2
+    text = "quickstart.sh: error: pip could not install PyTorch from TORCH_INDEX=file:///absent: "
+    assert text in missing.stderr
 
 
 def test_quickstart_without_a_fit_python(tmp_path):
