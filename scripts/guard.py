@@ -10,6 +10,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
   so that a script written for torchrun also runs there;
 - checks before the script starts that all ranks are present, belong to the same job, run the same
   script and PyTorch version, and have a GPU each;
+- binds each rank to its share of the cores, or to those of the NUMA node of its GPU;
 - detects hangs: if a rank waits in a collective for HANG_TIMEOUT seconds without an optimizer
   step, all ranks print their stacks and exit, and the error names the ranks at fault;
 - records why the first rank failed, for scripts/supervise.py and torchrun.
@@ -17,6 +18,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 Environment:
     RANK_TIMEOUT  seconds to wait for all ranks to start                     [300]
     HANG_TIMEOUT  seconds without progress; NCCL's own limit is 600          [540]
+    NUMA_BINDING  0: do not bind a rank to the cores near its GPU            [1]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
@@ -46,6 +48,7 @@ from pathlib import Path
 
 HOST = socket.gethostname()
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
+PCI = Path("/sys/bus/pci/devices")
 POLL = 5  # seconds between checks whether another rank has found a hang
 
 
@@ -161,6 +164,7 @@ def configure_process(world: dict[str, int]) -> None:
     if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
         return
     cores, ranks = sorted(os.sched_getaffinity(0)), world["LOCAL_WORLD_SIZE"]
+    near = cores_near_gpu(world["LOCAL_RANK"]).intersection(cores)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun binds no cores; srun does
     if by_torchrun:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -169,7 +173,24 @@ def configure_process(world: dict[str, int]) -> None:
         cores = cores[slice(*ends)]
     if cores and not has_gpu():
         os.sched_setaffinity(0, cores)  # shared cores slow down CPU ranks
+    elif near and len(near) >= len(cores):  # not if these are less than its share
+        os.sched_setaffinity(0, near)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores))))
+
+
+def cores_near_gpu(local_rank: int) -> set[int]:
+    """The cores of the NUMA node of this rank's GPU; none if they are unknown."""
+    if os.environ.get("NUMA_BINDING") == "0" or not has_gpu():
+        return set()
+    query = ["nvidia-smi", f"--id={gpu_of(local_rank)}", "--query-gpu=pci.bus_id"]
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        query.append("--format=csv,noheader")
+        output = subprocess.check_output(query, text=True, timeout=30, stderr=subprocess.DEVNULL)
+        device = output.strip().lower()[-12:]  # sysfs has a domain of four digits, not eight
+        ranges = (PCI / device / "local_cpulist").read_text().strip().split(",")  # 0-15,64-79
+        ends = (list(map(int, part.split("-"))) for part in ranges)
+        return {core for end in ends for core in range(end[0], end[-1] + 1)}
+    return set()
 
 
 def has_gpu() -> bool:
