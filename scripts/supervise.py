@@ -570,8 +570,8 @@ def resume_command():
     if os.environ.get("ENVIRONMENT") != "BATCH" or not slurm_id():
         return " ".join(map(shlex.quote, sys.argv))
     facts, words = facts_of_job(), ["sbatch", f"--nodes={os.environ['SLURM_JOB_NUM_NODES']}"]
-    if gpus := re.search(r"gpu(?::[^:,]+)?:(\d+)$", facts.get("TresPerNode", "")):
-        words.append(f"--gpus-per-node={gpus[1]}")
+    gpus = re.search(r"gpu(?::[^:,]+)?:(\d+)$", facts.get("TresPerNode", ""))
+    words += [f"--gpus-per-node={gpus[1]}"] if gpus else []
     for name, option in SBATCH_OPTIONS.items():
         if facts.get(name, "(null)") not in ("(null)", "N/A", "UNLIMITED"):
             words.append(f"--{option}={facts[name]}")

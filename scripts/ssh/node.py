@@ -83,7 +83,8 @@ def serve():
 def start_reaper(mark):
     """Start a process that calls kill_all END_SECONDS after this one dies. Returns its pid."""
     parent_is_gone, write_end = os.pipe()  # readable when nobody has the other end open
-    if pid := os.fork():
+    pid = os.fork()
+    if pid:
         return pid
     os.setsid()
     os.close(write_end)
