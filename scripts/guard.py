@@ -57,11 +57,13 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
         sys.exit(0 if arguments else 2)
-    if arguments[0] == "--free-port":
-        print(free_port(int(arguments[1]) if arguments[1:] else port_of_job(os.environ)))
-        return
-    if arguments[0] == "--hosts":
-        print("\n".join(hosts_of_job(os.environ)))
+    if arguments[0] in ("--free-port", "--hosts"):
+        if arguments[0] == "--hosts":
+            text = "\n".join(hosts_of_job(os.environ))
+        else:
+            text = free_port(int(arguments[1]) if arguments[1:] else port_of_job(os.environ))
+        with suppress(BrokenPipeError):  # the launcher has stopped
+            os.write(1, f"{text}\n".encode())
         return
     world = launch_environment(os.environ)
     configure_process(world)

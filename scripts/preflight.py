@@ -130,8 +130,9 @@ def check_master(args: argparse.Namespace) -> None:
         text = f"master {master} resolves to {address}, which is this node itself"
         refuse(f"{text}: {remedy} {otherwise}")
     elif all(errors := [error_of(connect, *info) for info in found]):
-        text = f"cannot reach master {master} ({address}): {errors[0].strerror or errors[0]}"
-        refuse(f"{text}: check MASTER_ADDR, and that its node is up {otherwise}", "node lost")
+        why = errors[0].strerror or errors[0]
+        text = f"cannot connect to master node at {address}:{port}: {why}: is {master} up, and the"
+        refuse(f"{text} right MASTER_ADDR? {otherwise}", "node lost")
 
 
 def check_gpus() -> list[checks.Finding]:

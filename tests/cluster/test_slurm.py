@@ -177,7 +177,7 @@ def test_dry_run_prints_the_command_and_runs_nothing(cluster, repo):
     for launcher in LAUNCHERS:
         code, text = cluster.sbatch(repo, *TWO_BY_TWO, launcher, "--lr=0.1", DRY_RUN="1")
         assert code == 0
-        assert text.startswith("$ srun --export=ALL --nodes=2 ") and text.rstrip().endswith(" --lr=0.1")
+        assert text.startswith("$ srun --export=ALL --nodes=2 ") and text.endswith(" --lr=0.1\n")
         assert text.count("\n") == 1
 
 
