@@ -156,7 +156,8 @@ main() {
   local logs="$LOG_DIR/distributed_training" log prefix=()
   if [[ -n "$RANK_PREFIX" ]]; then
     prefix=(--tee 3 --log-dir "$logs")
-    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$(hostname -s) \${rank}] "
+    TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$(hostname -s) \${rank}] "
+    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
   fi
 
   # CPU threads: this node's cores, divided among the workers. PBS sets the variable to NCPUS, for one process.
