@@ -67,7 +67,8 @@ print_help() {
 # Slurm runs a copy of this file, so ask Slurm for the original path.
 find_repository() {
   local submitted place
-  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}')"
+  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
+  submitted="${submitted%%$'\n'*}" # of a job array, one line for each task
   until [[ -f "$submitted" || "$submitted" != *" "* ]]; do
     submitted="${submitted% *}" # drop an argument
   done
@@ -81,7 +82,7 @@ find_repository() {
 }
 
 # gpus_per_node: prints the number of GPUs that a step gets on each node. With --exclusive, that is what the
-# job requested, not all GPUs. SLURM_GPUS_PER_NODE has not heard of --gres on the command line.
+# job requested, not all GPUs. SLURM_GPUS_PER_NODE does not reflect --gres on the command line.
 gpus_per_node() {
   local job="$SLURM_JOB_ID" numbers
   [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" # else all tasks
@@ -120,12 +121,13 @@ main() {
     config="$1"
     shift
   fi
-  if [[ -z "${ATTEMPT:-}" ]]; then # else supervise.py passes them on
+  if [[ -z "${ATTEMPT:-}" && "${TRAIN_SCRIPT:-train_distributed.py}" == *@(train_distributed|doctor).py ]]; then
     set -- ${EPOCHS:+--epochs "$EPOCHS"} ${BATCH_SIZE:+--batch-size "$BATCH_SIZE"} \
       ${LEARNING_RATE:+--lr "$LEARNING_RATE"} ${DATA_DIR:+--data-dir "$DATA_DIR"} \
       ${CHECKPOINT_DIR:+--checkpoint-dir "$CHECKPOINT_DIR"} "$@"
-    set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
   fi
+  config="${config//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
+  set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
   if [[ -z "$DRY_RUN" && -z "${ATTEMPT:-}" ]]; then
     # supervise.py calls this file again, with ATTEMPT set, for each attempt.
@@ -134,7 +136,8 @@ main() {
   # One task per GPU, each with its share of the cores, whatever the job requested per task. A task
   # sees all GPUs of its node and uses that of its local rank: with only one visible, NVLink would be lost.
   gpus="$(gpus_per_node)"
-  cores="${SLURM_JOB_CPUS_PER_NODE%%[^0-9]*}"
+  ((gpus > 0)) || gpus=1
+  cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | sed -n 1p)" # 64(x2),32
   cores="$((cores > gpus ? cores / gpus : 1))"
   unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
     SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND

@@ -42,7 +42,8 @@ print_help() {
 # Slurm runs a copy of this file, so ask Slurm for the original path.
 find_repository() {
   local submitted place
-  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}')"
+  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
+  submitted="${submitted%%$'\n'*}" # of a job array, one line for each task
   until [[ -f "$submitted" || "$submitted" != *" "* ]]; do
     submitted="${submitted% *}" # drop an argument
   done

@@ -170,10 +170,6 @@ main() {
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
-    "${python[@]}" -c 'import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.barrier()
-print("PyTorch distributed works")' || fail "PyTorch distributed does not work here: see above"
   fi
   local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" "${prefix[@]}" scripts/guard.py "$TRAIN_SCRIPT" "${what[@]}")
   if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
@@ -191,6 +187,12 @@ print("PyTorch distributed works")' || fail "PyTorch distributed does not work h
   # tee ignores signals: it must run until the workers have written their last lines.
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
   local tee=$! status=0 kills
+  if [[ "$LOG_LEVEL" == DEBUG ]]; then
+    "${python[@]}" -c 'import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+print("PyTorch distributed works")' || echo "cluster_train.sh: error: PyTorch distributed does not work on $(hostname)"
+  fi
   kills="$(oom_kills)"
   run_workers "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2

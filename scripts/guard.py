@@ -29,6 +29,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -165,13 +166,16 @@ def configure_process(world: dict[str, int]) -> None:
     """Give this rank its share of the node's cores; stop it if torchrun is killed."""
     if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
         return
+    names, local_rank = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), world["LOCAL_RANK"]
+    if names[0].startswith("MIG-") and local_rank < len(names):
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]  # CUDA would take the first one
     cores, ranks = sorted(os.sched_getaffinity(0)), world["LOCAL_WORLD_SIZE"]
-    near = cores_near_gpu(world["LOCAL_RANK"]).intersection(cores)
+    near = cores_near_gpu(local_rank).intersection(cores)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun binds no cores; srun does
     if by_torchrun:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if by_torchrun or len(cores) == os.cpu_count():
-        ends = (len(cores) * r // ranks for r in (world["LOCAL_RANK"], world["LOCAL_RANK"] + 1))
+        ends = (len(cores) * r // ranks for r in (local_rank, local_rank + 1))
         cores = cores[slice(*ends)]
     if cores and not has_gpu():
         os.sched_setaffinity(0, cores)  # shared cores slow down CPU ranks
@@ -277,6 +281,7 @@ def gpu_of(local_rank: int) -> str:
     return gpus[local_rank] if local_rank < len(gpus) else "none"
 
 
+@functools.cache
 def visible_gpus() -> list[str]:
     """The UUIDs of this process's GPUs, in device order; [] if they are unknown.
 

@@ -131,8 +131,8 @@ def check_master(args: argparse.Namespace) -> None:
         refuse(f"{text}: {remedy} {otherwise}")
     elif all(errors := [error_of(connect, *info) for info in found]):
         why = errors[0].strerror or errors[0]
-        text = f"cannot connect to master node at {address}:{port}: {why}: is {master} up, and the"
-        refuse(f"{text} right MASTER_ADDR? {otherwise}", "node lost")
+        check = f"check that {master} is up and that MASTER_ADDR is right {otherwise}"
+        refuse(f"cannot connect to master node at {address}:{port}: {why}: {check}", "node lost")
 
 
 def check_gpus() -> list[checks.Finding]:
@@ -160,11 +160,11 @@ def is_of_others(pid: str) -> bool:
 
 
 def error_of(call, family, kind, protocol, _, address) -> OSError | None:
-    with socket.socket(family, kind, protocol) as probe:
-        try:
+    try:  # socket() fails, too, if this kernel has no IPv6
+        with socket.socket(family, kind, protocol) as probe:
             return call(probe, address)
-        except OSError as error:
-            return error
+    except OSError as error:
+        return error
 
 
 def bind(probe: socket.socket, address) -> None:
@@ -186,9 +186,11 @@ def leads_here(info) -> bool:
         server.settimeout(2)
         with socket.create_connection(address[:2], timeout=5) as client:
             client.sendall(word)
-            with server.accept()[0] as arrived:
-                arrived.settimeout(2)
-                return arrived.recv(len(word)) == word
+            for _ in range(100):  # the probes of other nodes may arrive first
+                with server.accept()[0] as arrived:
+                    arrived.settimeout(2)
+                    if arrived.recv(len(word)) == word:
+                        return True
     return False
 
 

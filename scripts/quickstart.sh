@@ -47,6 +47,7 @@ install() {
     [[ "$TORCH_INDEX" == *://* ]] || TORCH_INDEX="https://download.pytorch.org/whl/$TORCH_INDEX"
     echo "Installing PyTorch from $TORCH_INDEX into $VENV"
     mapfile -t torch < <(grep -o '^torch[^ ]*' requirements.txt)
+    rm -f "$VENV/installed-requirements.txt" # so that the next call repairs what fails here
     "${pip[@]}" uninstall --yes torch torchvision
     "${pip[@]}" install --index-url "$TORCH_INDEX" "${torch[@]}" ||
       fail "pip could not install PyTorch from TORCH_INDEX=$TORCH_INDEX: see its message above"

@@ -1,13 +1,14 @@
 # shellcheck shell=bash disable=SC2034
 # Site configuration: all cluster-specific settings are here. Every launcher sources this file on every
 # node, in the repository, before it starts Python, and uses the array `python` as its Python command. By
-# default everything is off or detected automatically: edit what you need. `fail` is the launcher's.
+# default everything is off or detected automatically: edit what you need. The launcher defines `fail`.
 
 [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
   fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
 
 set +eu # modules and conda use unset variables
-trap 'fail "line $LINENO of scripts/site.sh failed: $(sed -n ${LINENO}p scripts/site.sh)"' ERR
+trap '[[ "${BASH_SOURCE[0]##*/}" != site.sh ]] ||
+  fail "line $LINENO of scripts/site.sh failed: $(sed -n ${LINENO}p scripts/site.sh)"' ERR
 
 # ---- modules. Over ssh and under PBS there is no `module`: the first call loads the site's.
 if [[ -z "$(type -t module)" ]]; then
@@ -50,7 +51,8 @@ fi
 # ---- Slurm: all steps are started with this command. Without --export=ALL, they would inherit
 # `sbatch --export=NONE` and lose the variables that the launcher sets.
 srun=(srun --export=ALL)
-# srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data")    # Pyxis and Enroot
+# srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data")    # Pyxis and Enroot:
+# python=(python3)    # that of the container, where .venv may not work
 
 # ---- memory. On a machine without GPUs, glibc would return each large activation to the kernel and fault it
 # in again in the next step, which is the largest single cost of a small network on a CPU.

@@ -56,11 +56,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 NO_PROGRESS = 3  # crashes in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
-LOOK_SECONDS, SILENT_SECONDS = 20, 60  # see look_for_lost_nodes()
+POLL_SECONDS, SILENT_SECONDS = 20, 60  # see poll_for_lost_nodes()
 WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
 SBATCH_OPTIONS = {"Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time"}
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
@@ -123,8 +124,9 @@ class Supervisor:
         self.count = 0  # attempts by this process
         self.restarts = self.crashes = 0
         self.nodes = self.nodes_at_first = nodes_of_job()
-        self.looked, self.missing = 0.0, []  # for lost nodes: time of the last look, and its result
+        self.polled, self.missing = 0.0, []  # for lost nodes: time of the last poll, and its result
         self.written, self.written_at = [], self.began  # when the training last wrote a file
+        self.patience = SILENT_SECONDS
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
@@ -205,7 +207,7 @@ class Supervisor:
             log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
         env = {**self.environment(), "FAILURE_FILE": str(self.failure_file)}
         self.running, began = {"attempt": env["ATTEMPT_ID"], "start": time.time()}, time.time()
-        self.written_at = began
+        self.written_at, self.patience = began, SILENT_SECONDS
         code = self.run(env)
         status, failure = read_json(self.status_file), read_json(self.failure_file)
         for file in (self.status_file, self.failure_file):
@@ -309,8 +311,8 @@ class Supervisor:
             self.run_dir = status.get("run_dir") or self.run_dir
             self.record({**self.running, "cause": "running"})
             self.running = None
-        if len(self.nodes) > 1 and time.time() > self.looked + LOOK_SECONDS:
-            self.look_for_lost_nodes(child)
+        if len(self.nodes) > 1 and time.time() > self.polled + POLL_SECONDS:
+            self.poll_for_lost_nodes(child)
         reserve = min(120, (self.deadline - self.began) / 10)
         out_of_time = time.time() > self.deadline - reserve
         if (self.signals or out_of_time) and not self.stopping_since:
@@ -329,18 +331,23 @@ class Supervisor:
                 self.killed = True
                 kill_group(child)
 
-    def look_for_lost_nodes(self, child):
+    def poll_for_lost_nodes(self, child):
         """After losing a node, a step may never end, and the next one may never start.
 
-        Asks Slurm only if a rank has failed or the training has not written anything for a while.
+        Asks Slurm only if a rank has failed, or if the training has not written anything for a
+        minute: then again after 2, 4, 8 ... minutes.
         """
-        self.looked = time.time()
-        files = [self.status_file, Path(self.run_dir or self.directory) / "metrics.jsonl"]
-        written = [file.stat().st_mtime for file in files if file.exists()]
+        self.polled, written = time.time(), []
+        for file in (self.status_file, Path(self.run_dir or self.directory) / "metrics.jsonl"):
+            with suppress(OSError):
+                written.append(file.stat().st_mtime)
         if written != self.written:
-            self.written, self.written_at = written, self.looked
-        silent = self.looked - self.written_at > SILENT_SECONDS
-        missing = nodes_lost(self.nodes) if silent or self.failure_file.exists() else []
+            self.written, self.written_at, self.patience = written, self.polled, SILENT_SECONDS
+        silent = self.polled - self.written_at > self.patience
+        ask = silent or self.missing or self.failure_file.exists()
+        missing = nodes_lost(self.nodes) if ask else []
+        if silent and not missing:
+            self.patience *= 2
         if missing and missing == self.missing:
             log(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
             kill_group(child)
@@ -552,14 +559,18 @@ def requeue():
     job, state = slurm_id(), facts_of_job().get("JobState")
     if not job:
         return False
-    if state != "RUNNING":
+    if state not in (None, "RUNNING"):
         log(f"job {job} is {state}: the rest is up to Slurm")
         return True
     log(f"requeueing job {job}")
-    # This kills the job at once, so everything must be on disk by now.
-    answer = subprocess.run(["scontrol", "requeue", job], stderr=subprocess.PIPE, text=True)
+    try:  # This kills the job at once, so everything must be on disk by now.
+        command = ["scontrol", "requeue", job]
+        answer = subprocess.run(command, stderr=subprocess.PIPE, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log(f"Slurm does not requeue job {job}: {error}")
+        return False
     if answer.returncode:
-        log(f"Slurm does not requeue job {job}: {answer.stderr.strip()}")
+        log(f"Slurm does not requeue job {job}: {answer.stderr.decode().strip()}")
     return answer.returncode == 0
 
 
@@ -570,13 +581,15 @@ def resume_command():
     if os.environ.get("ENVIRONMENT") != "BATCH" or not slurm_id():
         return " ".join(map(shlex.quote, sys.argv))
     facts, words = facts_of_job(), ["sbatch", f"--nodes={os.environ['SLURM_JOB_NUM_NODES']}"]
-    gpus = re.search(r"gpu(?::[^:,]+)?:(\d+)$", facts.get("TresPerNode", ""))
-    words += [f"--gpus-per-node={gpus[1]}"] if gpus else []
+    gpus = re.search(r"gpu[^,]*$", facts.get("TresPerNode", ""))
+    words += [f"--gres={gpus[0]}"] if gpus else []
     for name, option in SBATCH_OPTIONS.items():
         if facts.get(name, "(null)") not in ("(null)", "N/A", "UNLIMITED"):
             words.append(f"--{option}={facts[name]}")
-    script = facts.get("Command", "")
-    if sys.argv[1] != "bash":  # not one of our scripts: with its arguments
+    script = facts.get("Command")
+    if not script:
+        return "call sbatch again, with the same arguments"
+    if os.path.basename(sys.argv[2]) != "slurm_script":  # not one of ours: with its arguments
         return " ".join([*words, script])
     while " " in script and not os.path.isfile(script):
         script = script.rpartition(" ")[0]

@@ -46,7 +46,7 @@ launch() {
   command+=(configs/default_config.yaml "${@:2}")
   if [[ -n "$DRY_RUN" ]]; then
     echo "\$ ${TRAIN_SCRIPT:+TRAIN_SCRIPT=$TRAIN_SCRIPT }${command[*]}"
-  elif ! "${command[@]}" |& tee "$log"; then
+  elif ! "${command[@]}" 2>&1 | tee "$log"; then
     finish "FAIL: $(grep -m 1 -E 'error: |^FAIL' "$log" || tail -n 1 "$log") (full log: $log)"
   fi
 }
@@ -86,7 +86,7 @@ main() {
     NPROC_PER_NODE="$("${python[@]}" -c 'import torch; print(torch.cuda.device_count() or 2)')"
     export NPROC_PER_NODE
   fi
-  export MAX_RESTARTS=0
+  export MAX_RESTARTS=0 STOPPED_EXIT_CODE=0
   directory="$PWD/runs/test_distributed_$(date +%Y%m%d_%H%M%S)_$$"
   [[ -n "$DRY_RUN" ]] || mkdir -p "$directory"
   TRAIN_SCRIPT=scripts/doctor.py launch doctor --checkpoint-dir "$directory/straight"

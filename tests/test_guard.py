@@ -501,6 +501,15 @@ def test_a_rank_is_bound_to_the_cores_near_its_gpu(tmp_path, rank, env, mask, ra
     assert int(result.stdout.split()[-1]) in (share, share + 1)
 
 
+def test_a_rank_sees_one_mig_device_because_cuda_uses_only_the_first():
+    code = f"import os, sys; sys.path.insert(0, {str(GUARD.parent)!r}); import guard\n"
+    code += "guard.configure_process(dict(LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=2))\n"
+    code += "print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.stdout == "MIG-b\n", result.stderr
+
+
 def info(host="node01", gpu="", **same) -> dict:
     return {"host": host, "gpu": gpu, "same": {"PyTorch": "2.15.0"} | same}
 

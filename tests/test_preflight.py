@@ -1,6 +1,7 @@
 """The check of a node before each launch: what it refuses, and what it warns of."""
 
 import ast
+import errno
 import json
 import os
 import signal
@@ -162,6 +163,25 @@ def test_one_of_several_addresses_of_the_master_is_enough(monkeypatch, capfd, ra
     here = guard.address_towards("192.0.2.1")
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(sys, "argv", ["preflight.py", *where(rank, "master", free_port()), "x.py"])
+    preflight.main()
+    assert capfd.readouterr() == ("0\n", "")
+
+
+def test_a_kernel_without_ipv6(monkeypatch, capfd):
+    def resolve(host, port, *more, real=socket.getaddrinfo, **options):
+        hosts = ("::1", "127.0.0.1") if host == "localhost" else (host,)
+        return [info for name in hosts for info in real(name, port, *more, **options)]
+
+    class Socket(socket.socket):
+        def __init__(self, family=socket.AF_INET, *more, **options):
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "socket", Socket)
+    port = free_port()
+    monkeypatch.setattr(sys, "argv", ["preflight.py", *where(0, "localhost", port, 1), "x.py"])
     preflight.main()
     assert capfd.readouterr() == ("0\n", "")
 

@@ -361,15 +361,32 @@ def test_slurm_is_asked_for_lost_nodes_only_if_the_training_is_silent_or_a_rank_
         if now % 40 < 20:
             (tmp_path / "metrics.jsonl").touch()
             os.utime(tmp_path / "metrics.jsonl", (now, now))
-        us.look_for_lost_nodes(None)
+        us.poll_for_lost_nodes(None)
     assert not asked
     now += 80
-    us.look_for_lost_nodes(None)
+    us.poll_for_lost_nodes(None)
     assert asked == [["n1", "n2"]]
+    for _ in range(30):  # ten minutes of silence
+        now += 20
+        us.poll_for_lost_nodes(None)
+    assert len(asked) == 4
     us.written_at = now
     us.failure_file.touch()
-    us.look_for_lost_nodes(None)
-    assert len(asked) == 2
+    us.poll_for_lost_nodes(None)
+    assert len(asked) == 5
+
+
+def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tmp_path):
+    module, told = load(SUPERVISE), []
+    monkeypatch.setattr(module, "log", told.append)
+    monkeypatch.setattr(module, "slurm", lambda *_: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no scontrol
+    assert not module.requeue()
+    assert told[-1].startswith("Slurm does not requeue job 12: ")
+    assert module.resume_command() == "call sbatch again, with the same arguments"
 
 
 @pytest.mark.parametrize(

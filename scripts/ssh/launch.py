@@ -61,6 +61,8 @@ def main():
     master = os.environ.get("MASTER_ADDR") or hosts[0]
     port = os.environ.get("MASTER_PORT") or free_port(hosts[0], root, python)
     if not port.isdigit():
+        if port:
+            say(f"error: MASTER_PORT is '{port}', not a number")
         return 2
     nodes = {}
     for rank, host in enumerate(hosts):
@@ -71,12 +73,13 @@ def main():
 
 
 def free_port(host, root, python):
-    """A free port on that host; "" if it cannot tell, which is on the screen then."""
+    """A free port on that host; "" if it cannot be found, which has been reported then."""
     ask = RUN.format(root, python, "guard.py --free-port").encode()
     answer = subprocess.run([*SSH, host, "exec bash -s"], input=ask, stdout=subprocess.PIPE)
     if answer.returncode == 255:
         say(f"error: cannot ask {host} for a free port: does `ssh {host}` work?")
-    return answer.stdout.decode().strip()
+    *_, last = ["", *answer.stdout.decode().split()]  # its shell may print something before
+    return last if answer.returncode == 0 and last.isdigit() else ""
 
 
 class Node:
@@ -100,13 +103,13 @@ class Node:
 
 def run(nodes, with_pdsh):
     """Run until all nodes have exited. Returns the exit code."""
-    signals, (wakes, wakened) = [], socket.socketpair()
+    signals, (wakeup_read, wakeup_write) = [], socket.socketpair()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: signals.append(number))
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    wakened.setblocking(False)
-    signal.set_wakeup_fd(wakened.fileno())  # ends wait()
+    wakeup_write.setblocking(False)
+    signal.set_wakeup_fd(wakeup_write.fileno())  # ends wait()
     failed, word, deadline = None, None, math.inf
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
         server = socket.socket(socket.AF_UNIX)
@@ -115,7 +118,7 @@ def run(nodes, with_pdsh):
         server.setblocking(False)
         starters = start([*nodes], f"{directory}/socket", with_pdsh)
         while any(n.status is None for n in nodes.values()) and time.monotonic() < deadline:
-            wait(server, wakes, nodes.values(), deadline)
+            wait(server, wakeup_read, nodes.values(), deadline)
             with suppress(BlockingIOError):
                 while True:
                     connection, _ = server.accept()
@@ -142,18 +145,18 @@ def run(nodes, with_pdsh):
     return failed[1] if failed else 0
 
 
-def wait(server, wakes, nodes, deadline):
-    """Sleep until a signal arrives, a process ends or a node has something to say."""
+def wait(server, wakeup_read, nodes, deadline):
+    """Sleep until a signal or a message of a node arrives, or a process ends."""
     with selectors.DefaultSelector() as events:
         events.register(server, selectors.EVENT_READ)
-        events.register(wakes, selectors.EVENT_READ)
+        events.register(wakeup_read, selectors.EVENT_READ)
         for node in nodes:
             if node.socket and node.status is None:
                 write = selectors.EVENT_WRITE if node.unsent else 0
                 events.register(node.socket, selectors.EVENT_READ | write)
         found = events.select(None if deadline == math.inf else max(0, deadline - time.monotonic()))
-        if any(key.fileobj == wakes for key, _ in found):
-            wakes.recv(4096)
+        if any(key.fileobj == wakeup_read for key, _ in found):
+            wakeup_read.recv(4096)
 
 
 def start(hosts, path, with_pdsh):

@@ -61,7 +61,8 @@ def test_gpus_requested_with_gres(cluster, repo, tmp_path, probe, launcher):
     directive = tmp_path / "directive.sh"
     text = (repo / launcher).read_text()
     directive.write_text(text.replace("--gpus-per-node=4", "--gres=gpu:2"))
-    for words in (["--nodes=2", "--gres=gpu:2", launcher], ["--exclusive", directive]):
+    as_option = ["--nodes=2", "--gres=gpu:2", "--gpu-bind=single:1", launcher]
+    for words in (as_option, ["--exclusive", directive]):
         code, text = cluster.sbatch(repo, *words, **probe)
         assert code == 0, text
         assert [record["gpus"] for record in probed(text)] == ["0,1"] * 4, text
@@ -79,11 +80,15 @@ def test_nodes_with_different_numbers_of_gpus(cluster, repo, tmp_path, probe):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_steps_get_the_environment_of_the_launcher(cluster, repo, probe, launcher):
+def test_steps_get_the_environment_of_the_launcher(cluster, repo, tmp_path, probe, launcher):
     """Whatever `sbatch --export` passes to the job: srun would pass just that to its tasks."""
     variables = {"PYTHON": sys.executable, **probe}
-    export = "--export=" + ",".join(f"{name}={value}" for name, value in variables.items())
-    code, text = cluster.sbatch(repo, *TWO_BY_TWO, export, launcher)
+    export, script = f"--export={','.join(map('='.join, variables.items()))}", repo / launcher
+    if launcher == LAUNCHERS[1]:
+        exports = "".join(f"export {name}={value}\n" for name, value in variables.items())
+        text, export, script = script.read_text(), "--export=NONE", tmp_path / launcher
+        script.write_text(text.replace("set -euo pipefail\n", exports + "set -euo pipefail\n"))
+    code, text = cluster.sbatch(repo, *TWO_BY_TWO, export, script)
     assert code == 0, text
     attempts = [record["attempt"] for record in probed(text)]
     assert len(attempts) == 4 and set(attempts) == {attempts[0]} != {None}, text
@@ -117,10 +122,11 @@ def test_options_of_site_sh_reach_every_step(cluster, repo, tmp_path, probe):
 
 
 def test_variables_that_become_options(cluster, repo):
+    shutil.copy(repo / "configs/default_config.yaml", repo / "configs/task7.yaml")
     env = {"EPOCHS": "20", "BATCH_SIZE": "128", "LEARNING_RATE": "0.1", "DATA_DIR": "/my data"}
     env |= {"CHECKPOINT_DIR": "runs/%a", "DRY_RUN": "1"}
     for launcher in LAUNCHERS:
-        words = [*TWO_BY_TWO, "--array=7", launcher, "configs/default_config.yaml", "--seed=%a"]
+        words = [*TWO_BY_TWO, "--array=7", launcher, "configs/task%a.yaml", "--seed=%a"]
         code, text = cluster.sbatch(repo, *words, **env)
         assert code == 0, text
         assert text.endswith(
@@ -282,7 +288,7 @@ def test_a_job_that_slurm_does_not_requeue_names_the_command_that_resumes(
     assert (first["cause"], first["reason"]) == ("stopped", "time limit")
     assert second["start_step"] == first["end_step"] > 0
     resume = text.split("stopped (time limit); to resume: ")[1].split("\n")[0]
-    assert " --nodes=2 --gpus-per-node=1 --partition=all --time=00:09:00 " in resume
+    assert " --nodes=2 --gres=gpu:1 --partition=all --time=00:09:00 " in resume
     assert resume.endswith(f" --epochs=2000 --checkpoint-dir {run}")
     code, text = cluster.on("login", "bash", "-c", resume.replace("sbatch", "sbatch --test-only"))
     assert code == 0, text
@@ -364,7 +370,10 @@ def test_node_names_with_suffixes_and_a_process_tracker_of_its_own(
 @pytest.mark.parametrize("cpus", [[], pytest.param(["--cpus-per-task=1"], marks=pytest.mark.long)])
 @pytest.mark.skipif(os.cpu_count() < 2, reason="binds two tasks to cores of their own")
 def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
-    # As shipped, but for the directive that asks for more cores than this machine has.
+    # As shipped, but for the directive that asks for more cores than there are here, and submitted
+    # in an interactive step that is bound to the first core.
+    bound = {"SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPU_BIND_LIST": "0x1"}
+    bound |= {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_VERBOSE": "quiet"}
     for name in LAUNCHERS:
         script = tmp_path / name
         text = (repo / name).read_text()
@@ -372,7 +381,7 @@ def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
             "".join(line for line in text.splitlines(True) if "#SBATCH --cpus" not in line)
         )
         words = [*TWO_BY_TWO, "--ntasks-per-node=2", *cpus, "--output=racks-%j.out", script]
-        code, text = racks.sbatch(repo, *words, **probe)
+        code, text = racks.sbatch(repo, *words, **probe, **bound)
         assert code == 0, text
         records = probed(text)
         assert [record["local_rank"] for record in records] == [0, 1] * 2
