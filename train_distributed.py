@@ -297,8 +297,7 @@ class SeededDataset(Dataset):
     def __getitem__(self, key: int):
         """key: see MicroBatchSampler"""
         epoch, index = divmod(key, len(self.dataset))
-        seed = derive_seed(self.seed, "augmentation", epoch, index)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed() would visit every backend
+        torch.default_generator.manual_seed(derive_seed(self.seed, "augmentation", epoch, index))
         name = getattr(self.dataset, "samples", range(index + 1))[index]
         with explain(f"cannot read sample {name}: replace or remove it", OSError):
             return self.dataset[index]
@@ -493,12 +492,13 @@ def save_checkpoint(run: "Run", final: bool) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The content of a checkpoint, on the CPU. UserError if it is damaged."""
+    """The content of a checkpoint, on the CPU. UserError if it is damaged, or not one of ours."""
     with explain(f"{path} on {socket.gethostname()} is damaged or not a checkpoint", Exception):
         # The file is a zip archive with a CRC-32 for each record, which torch.load() ignores.
         if damaged := zipfile.ZipFile(path).testzip():
             raise ValueError(f"wrong CRC-32 of {damaged}")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return state | {"name": state["name"]}  # KeyError if it is not one of ours
 
 
 def find_checkpoint(cfg: argparse.Namespace, directory: RunDirectory) -> Path | None:
@@ -687,7 +687,7 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
         last = micro == sampler.local_micro_batches[-1]
         # Only after the batch is read: reading may draw random numbers, too.
         seed = derive_seed(cfg.seed, "dropout", run.global_step, micro)
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed() would visit every backend
         if device.type == "cuda":
             torch.cuda.manual_seed(seed)
         with nullcontext() if last or run.ddp is run.model else run.ddp.no_sync():

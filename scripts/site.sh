@@ -7,8 +7,7 @@
   fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
 
 set +eu # modules and conda use unset variables
-trap '[[ "${BASH_SOURCE[0]##*/}" != site.sh ]] ||
-  fail "line $LINENO of scripts/site.sh failed: $(sed -n ${LINENO}p scripts/site.sh)"' ERR
+trap '[[ $BASH_SOURCE != */site.sh ]] || fail "line $LINENO of $BASH_SOURCE failed: $(sed -n ${LINENO}p $BASH_SOURCE)"' ERR
 
 # ---- modules. Over ssh and under PBS there is no `module`: the first call loads the site's.
 if [[ -z "$(type -t module)" ]]; then

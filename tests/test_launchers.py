@@ -256,7 +256,7 @@ def test_workers_run_in_a_container(tmp_path):
     words = '"$1 $2 $3 $4 $5 $6" == "exec --nv --bind $PWD /shared/my image.sif python3"'
     apptainer.write_text(f'#!/bin/bash\n[[ {words} ]] && exec {sys.executable} "${{@:7}}"\n')
     apptainer.chmod(0o755)
-    script.write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    script.write_text("import os\nos.write(1, f\"rank {os.environ['RANK']}\\n\".encode())\n")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "APPTAINER_IMAGE": "/shared/my image.sif"}
     env |= {"TRAIN_SCRIPT": str(script), "GUARD": "0", "LOG_DIR": str(tmp_path)}
     command = [REPO / "scripts/ssh/launch_singlenode.sh", "configs/default_config.yaml", "2"]
