@@ -39,12 +39,13 @@ def test_one_node_of_four_without_torchrun(cluster, repo, probe):
     assert [(r["local_rank"], r["world_size"]) for r in probed(text)] == [(n, 4) for n in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     "left",
     [
-        ["--ntasks-per-node=2", "--gpus-per-task=1"],
-        pytest.param(["--ntasks-per-node=3", "-c1"], marks=pytest.mark.long),
+        ["--ntasks-per-node=2", "--gpus-per-task=1"],  # every day in test_newer_slurm.py
+        ["--ntasks-per-node=3", "-c1"],
     ],
     ids=str,
 )
@@ -79,7 +80,9 @@ def test_nodes_with_different_numbers_of_gpus(cluster, repo, tmp_path, probe):
     assert "the nodes have different numbers of GPUs (1 5): use run_distr" in texts[LAUNCHERS[1]]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(LAUNCHERS[0], marks=pytest.mark.long), LAUNCHERS[1]]
+)
 def test_steps_get_the_environment_of_the_launcher(cluster, repo, tmp_path, probe, launcher):
     """Whatever `sbatch --export` passes to the job: srun would pass just that to its tasks."""
     variables = {"PYTHON": sys.executable, **probe}
@@ -185,15 +188,6 @@ def test_dry_run_prints_the_command_and_runs_nothing(cluster, repo):
         assert code == 0
         assert text.startswith("$ srun --export=ALL --nodes=2 ") and text.endswith(" --lr=0.1\n")
         assert text.count("\n") == 1
-
-
-def test_of_a_node_of_its_own_a_job_takes_the_gpus_it_asked_for(cluster, repo, probe):
-    """With --exclusive, Slurm counts all GPUs of the node, of which a step gets those asked for."""
-    for launcher in LAUNCHERS:
-        words = [*TWO_BY_TWO, "--exclusive", launcher]
-        code, text = cluster.sbatch(repo, *words, **probe)
-        assert code == 0, text
-        assert {record["world_size"] for record in probed(text)} == {4}, text
 
 
 @pytest.mark.long
