@@ -122,7 +122,10 @@ class Cluster:
             state = re.search(r"JobState=(\w+)", text)[1]
             if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
                 code, path = re.search(r"ExitCode=(\d+):.*StdOut=(.*?)\n", text, re.DOTALL).groups()
-                return int(code), Path(path).read_text() if Path(path).exists() else ""
+                output, soon = Path(path), time.monotonic() + 2  # it may be written a moment later
+                while not (output.exists() and output.read_text()) and time.monotonic() < soon:
+                    time.sleep(0.1)
+                return int(code), output.read_text() if output.exists() else ""
             time.sleep(0.3)
         raise TimeoutError(text)
 

@@ -35,10 +35,8 @@ def test_trains_to_the_same_weights(cluster, repo, tmp_path, options, check):
     check(text, tmp_path / "run", {"node01": "0-1", "node02": "2-3"})
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param("run_distributed.slurm", marks=pytest.mark.long), "slurm_train_multinode.sh"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["run_distributed.slurm", "slurm_train_multinode.sh"])
 def test_a_step_has_all_that_the_job_has_whatever_it_requested_per_task(
     cluster, repo, probe, launcher
 ):

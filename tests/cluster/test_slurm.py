@@ -39,13 +39,12 @@ def test_one_node_of_four_without_torchrun(cluster, repo, probe):
     assert [(r["local_rank"], r["world_size"]) for r in probed(text)] == [(n, 4) for n in range(4)]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     "left",
     [
-        ["--ntasks-per-node=2", "--gpus-per-task=1"],  # every day in test_newer_slurm.py
-        ["--ntasks-per-node=3", "-c1"],
+        ["--ntasks-per-node=2", "--gpus-per-task=1"],
+        pytest.param(["--ntasks-per-node=3", "-c1"], marks=pytest.mark.long),
     ],
     ids=str,
 )
