@@ -1,0 +1,93 @@
+"""The links of all pages, and the commands of README.md, run in order in a fresh copy."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import LONG, REPO, copy_repository
+from pages import anchors, blocks, broken_links, commands, difference
+
+PAGES = sorted(path for path in REPO.rglob("*.md") if not {".venv", "runs"} & {*path.parts})
+# Commands of README.md that do not run here, and why.
+NOT_HERE = {
+    r"git clone": "downloads this repository",
+    r"python3 -m venv|source .venv|pip install": "tests/run.sh has installed the requirements",
+    r"--dataset mnist ": "downloads MNIST",
+    r"squeue|tail -F|sacct|srun|watch": "tests/cluster/test_guide.py runs them",
+    r"tests/run.sh": "is this test",
+}
+if not LONG:
+    NOT_HERE[r"quickstart.sh"] = ".ci/run begins with it"
+WARNINGS_ALLOWED = {"python scripts/doctor.py": 1}  # its exit code if it has found anything
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPO)))
+def test_links_lead_to_files_and_headings(path):
+    assert broken_links(path) == []
+
+
+def test_a_broken_link_and_another_output_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n[a](#a-page) [b](#a-pag) [c](absent.md) [d](https://example.org)\n")
+    assert broken_links(page) == ["#a-pag", "absent.md"]
+    assert difference("a 1\n...\nd\n", "a 23\nb\nc\nd\n") == ""
+    assert "+c" in difference("a 1\nd\n", "a 23\nc\nd\n")
+    assert "-d" in difference("a 1\n...\nd\n", "a 23\n")
+    assert difference("a\nb\n", "b\na\n")
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of the repository with a .venv that has the requirements."""
+    copy = copy_repository(tmp_path_factory.mktemp("readme") / "train")
+    subprocess.run(["git", "init", "-q"], cwd=copy, check=True)  # for `git apply`
+    (copy / ".venv/bin").mkdir(parents=True)
+    for name, command in (("python", sys.executable), ("pip", f"{sys.executable} -m pip")):
+        (copy / ".venv/bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (copy / ".venv/bin" / name).chmod(0o755)
+    torchrun = f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n'
+    (copy / ".venv/bin/torchrun").write_text(torchrun)
+    (copy / ".venv/bin/torchrun").chmod(0o755)
+    (copy / ".venv/installed-requirements.txt").write_text((copy / "requirements.txt").read_text())
+    return copy
+
+
+def test_the_commands_of_the_readme_print_what_it_shows(clone):
+    env = os.environ | {"PATH": f"{clone}/.venv/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    page = [*blocks((REPO / "README.md").read_text()), ("", "")]
+    ran = 0
+    for (language, block), (kind, shown) in zip(page, page[1:]):
+        if language != "bash":
+            continue
+        output, here = "", True
+        for command in commands(block):
+            here = not any(re.search(pattern, command) for pattern in NOT_HERE)
+            if not here:
+                continue
+            done = subprocess.run(
+                ["bash", "-c", command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=clone,
+                env=env,
+            )
+            assert done.returncode in (0, WARNINGS_ALLOWED.get(command)), done.stdout
+            output += done.stdout.replace(str(clone), "/home/me/train")
+            ran += 1
+        if kind == "text" and here:
+            assert difference(shown, output) == "", output
+    assert ran >= 8
+
+
+def test_every_launcher_has_the_same_five_headings():
+    guide = (REPO / "docs/LAUNCH_GUIDE.md").read_text()
+    launchers = re.findall(r"(?m)^\| \[.*?\]\(#(.*?)\)", guide)
+    titles = re.findall(r"(?m)^##+ (.*)$", guide)
+    five = ["Requirements", "Command", "Output", "Environment variables", "Stop and resume"]
+    for launcher in launchers:
+        place = [next(iter(anchors(f"# {title}"))) for title in titles].index(launcher)
+        assert titles[place + 1 : place + 6] == five, launcher
+    assert len(launchers) >= 10
