@@ -1,72 +1,86 @@
-"""docs/TROUBLESHOOTING.md knows every message of ours that a user can meet."""
+"""docs/TROUBLESHOOTING.md: the ten common errors, the form of each entry, and links that work."""
 
-import ast
 import re
 
 import pytest
 from harness import REPO
 
-PAGE = re.sub(r"\s+", " ", (REPO / "docs/TROUBLESHOOTING.md").read_text())
-TOOLS = "guard preflight doctor supervise plan plot_metrics ssh/launch".split()  # checks: DOCTOR.md
-PYTHON = [REPO / "train_distributed.py", *(REPO / f"scripts/{tool}.py" for tool in TOOLS)]
-CALLS = {"UserError", "trainer.UserError", "ValueError", "explain", "fail", "end_now", "refuse"}
-CALLS |= {"preflight.refuse", "say", "log", "sys.exit", "print"}
+DOCS = REPO / "docs"
+PAGE = (DOCS / "TROUBLESHOOTING.md").read_text()
+COMMON = [
+    "Connection timeout: unable to initialize distributed",
+    "Cannot connect to master node",
+    "Address already in use",
+    "Hang without a message",
+    "NCCL error: NCCL initialization failed",
+    "CUDA out of memory",
+    "ModuleNotFoundError: No module named",
+    "Failed to activate conda environment",
+    "Wrong LOCAL_RANK, rank mismatch",
+    "Duplicate GPU detected",
+]
 
 
-def text_of(node) -> str:
-    """A string of the source, with a line break where a value goes."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(text_of, node.values))
-    if isinstance(node, ast.BinOp):
-        return text_of(node.left) + text_of(node.right)
-    return "\n"
+def without_code(text: str) -> str:
+    return re.sub(r"(?ms)^ *```.*?^ *```$", "", text)
 
 
-def in_python(path):
-    """Arguments of CALLS, and sentences that are put together before: in `text`, or returned."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in CALLS:
-            text = text_of(node.args[0])
-            # What the trainer logs and the tools print is mostly not about something wrong.
-            quiet = path == PYTHON[0] or ast.unparse(node.func) == "print"
-            if not quiet or ast.unparse(node.func) not in ("log", "print"):
-                yield text
-            elif re.search("WARNING|error: |guard.py: ", text):
-                yield text
-        elif isinstance(node, ast.Return | ast.Yield) and path.stem in ("guard", "supervise"):
-            parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-            yield from (text for text in map(text_of, parts) if " " in text)
-        elif isinstance(node, ast.Assign | ast.AugAssign) and path.stem in ("guard", "preflight"):
-            target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
-            if ast.unparse(target) == "text":
-                yield text_of(node.value)
+def sections(text: str, level: str) -> dict[str, str]:
+    """{heading: text below it}"""
+    parts = re.split(rf"(?m)^{level} (.+)$", text)[1:]
+    return dict(zip(parts[::2], parts[1::2]))
 
 
-def messages():
-    for path in PYTHON:
-        yield from ((path.name, text) for text in in_python(path))
-    scripts = [*REPO.glob("scripts/**/*.sh"), *REPO.glob("*.s*"), REPO / "scripts/ssh/launch.py"]
-    for path in sorted(scripts):
-        for word, text in re.findall(r'\b(fail|echo) "((?:[^"\\]|\\.)*)"', path.read_text()):
-            if word == "fail" or "error: " in text:
-                values = r"\$\(\([^)]*\)\)|\$\([^)]*\)|\$\{[^}]*\}|\$\w+"
-                yield path.name, re.sub(values, "\n", text)
+def anchors(text: str) -> list[str]:
+    """Of all headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", without_code(text))
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-@pytest.mark.parametrize(("file", "text"), sorted(set(messages())))
-def test_the_page_knows_this_message(file, text):
-    text = re.sub(r"^(\w+\.\w+: )?(error: |WARNING: )?", "", text)
-    parts = (part.strip(" `'\":;,.()") for part in text.split("\n"))
-    longest = max(parts, key=len)
-    if len(longest) > 8:  # else it is a sentence put together of others
-        assert longest[:40] in PAGE, f"{file}: {text!r}"
+def links(text: str) -> list[str]:
+    """Targets in this repository."""
+    return re.findall(r"\]\((?!https?:)([^)\s]+)\)", without_code(text))
 
 
-def test_there_are_many_entries_and_each_says_what_to_do():
-    page = (REPO / "docs/TROUBLESHOOTING.md").read_text()
-    entries = re.split(r"(?m)^### ", page.split("\n## Messages of this repository")[0])[1:]
-    assert len(entries) >= 35
-    for entry in entries:
-        assert "**Cause**" in entry and "**Fix**" in entry, entry
+GROUPS = sections(without_code(PAGE), "##")
+
+
+def test_the_ten_common_errors_come_first_with_commands_to_paste():
+    first = next(name for name in GROUPS if name != "How to use this page")
+    assert first == "Ten common errors"
+    entries = sections(sections(PAGE, "##")[first], "###")
+    assert list(entries) == COMMON
+    for name, text in entries.items():
+        assert re.findall(r"(?m)^- \*\*(\w+)\*\*: ", text) == ["Cause", "Check", "Fix"], name
+        assert "```bash\n" in text, name
+
+
+def test_each_entry_says_the_cause_and_what_to_do():
+    entries = [entry for group in GROUPS.values() for entry in sections(group, "###").items()]
+    assert len(entries) > 100
+    for name, text in entries:
+        words = re.findall(r"(?m)^- \*\*(\w+)\*\*: ", text)
+        assert words in (["Cause", "Check", "Fix"], ["Cause", "Fix"]), name
+
+
+def test_the_list_of_groups_is_complete():
+    groups = [name for name in GROUPS if name != "How to use this page"]
+    listed = re.findall(r"\[([^]]+)\]\(#", PAGE.partition("\nGroups: ")[2].partition("\n\n")[0])
+    assert listed == groups
+
+
+@pytest.mark.parametrize("page", ["TROUBLESHOOTING.md", "MESSAGES.md"])
+def test_links_lead_to_files_and_headings_that_exist(page):
+    text = (DOCS / page).read_text()
+    assert len(anchors(text)) == len(set(anchors(text)))
+    assert len(links(text)) > 20
+    for target in links(text):
+        name, _, anchor = target.partition("#")
+        path = DOCS / (name or page)
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text()), target
+
+
+def test_anchors_are_those_of_github():
+    text = "# A `b_c`: d, e -4\n```\n# no heading\n```\n## `/dev/shm/nccl-` (x)\n"
+    assert anchors(text) == ["a-b_c-d-e--4", "devshmnccl--x"]
