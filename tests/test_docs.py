@@ -54,32 +54,43 @@ def clone(tmp_path_factory):
     return copy
 
 
+def run(command: str, clone) -> str:
+    """What the command prints in the clone, which the pages call /home/me/train."""
+    path = f"{clone}/.venv/bin:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=clone,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode in (0, WARNINGS_ALLOWED.get(command)), done.stdout
+    return done.stdout.replace(str(clone), "/home/me/train")
+
+
 def test_the_commands_of_the_readme_print_what_it_shows(clone):
-    env = os.environ | {"PATH": f"{clone}/.venv/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     page = [*blocks((REPO / "README.md").read_text()), ("", "")]
     ran = 0
     for (language, block), (kind, shown) in zip(page, page[1:]):
-        if language != "bash":
-            continue
-        output, here = "", True
-        for command in commands(block):
+        output, here = "", False
+        for command in commands(block) if language == "bash" else ():
             here = not any(re.search(pattern, command) for pattern in NOT_HERE)
-            if not here:
-                continue
-            done = subprocess.run(
-                ["bash", "-c", command],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=clone,
-                env=env,
-            )
-            assert done.returncode in (0, WARNINGS_ALLOWED.get(command)), done.stdout
-            output += done.stdout.replace(str(clone), "/home/me/train")
-            ran += 1
+            if here:
+                output += run(command, clone)
+                ran += 1
         if kind == "text" and here:
             assert difference(shown, output) == "", output
     assert ran >= 8
+
+
+def test_the_example_of_a_model_and_data_of_your_own(clone):
+    page = blocks((REPO / "docs/MAKE_IT_YOURS.md").read_text())
+    (clone / "my_train.py").write_text(page[0][1])
+    *others, last = commands(page[1][1])
+    for command in others if LONG else ():
+        run(command, clone)
+    assert difference(page[2][1], run(last, clone)) == ""
 
 
 def test_every_launcher_has_the_same_five_headings():
