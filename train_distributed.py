@@ -461,7 +461,8 @@ class RunDirectory:
                 error = error.__context__
             raise UserError(f"cannot write {path}; is the disk full? ({error})", "disk") from None
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # already renamed, or the directory is read-only
+                temporary.unlink()
 
 
 def save_checkpoint(run: "Run", final: bool) -> None:
@@ -471,7 +472,8 @@ def save_checkpoint(run: "Run", final: bool) -> None:
     epoch, step = divmod(run.global_step, run.sampler.steps_per_epoch)
     name = f"checkpoint_step_{run.global_step}" if step else f"checkpoint_epoch_{epoch}"
     path = run.directory.path / f"{name}.pt"
-    path.with_name("SAVE").unlink(missing_ok=True)
+    with suppress(OSError):  # there is none, or the directory is read-only
+        path.with_name("SAVE").unlink()
     state = {"name": name, "run": run.name, "config": dict(vars(run.cfg))}
     state |= {key: getattr(run, key) for key in POSITION_FIELDS}  # plain types: weights_only
     state |= {part: getattr(run, part).state_dict() for part in ("model", "optimizer", "scaler")}
@@ -524,13 +526,12 @@ def find_checkpoint(cfg: argparse.Namespace, directory: RunDirectory) -> Path | 
 
 
 def write_status(run: "Run", state: str, reason: str = "") -> None:
-    """status.json, and a copy for the supervisor. States: running, finished, stopped."""
+    """status.json, and a copy for the supervisor. States: running, finished, stopped. On rank 0."""
     status = {"state": state, "reason": reason, "run_dir": str(run.directory.path.resolve())}
     status |= {name: getattr(run, name) for name in ("start_step", "global_step", "saved_step")}
     status |= {"world_size": run.world.world_size, "began": run.began, "time": time.time()}
     for path in {"status.json", os.environ.get("STATUS_FILE", "status.json")}:
-        if run.world.rank == 0:
-            run.directory.write(path, lambda file: file.write(json.dumps(status).encode()))
+        run.directory.write(path, lambda file: file.write(json.dumps(status).encode()))
 
 
 # ----------------------------------------------------------------------------------- STOPPING
@@ -782,11 +783,10 @@ def evaluate(run: Run) -> None:
         metrics.add(*compute_loss(run, run.model, *batch))
     totals = metrics.all_reduce(run.world)
     if run.world.rank == 0:
-        train, test = means(*run.epoch_totals), means(*totals)
+        train, test, n = means(*run.epoch_totals), means(*totals), totals[2]
         write_record(run, "epoch", epoch=epoch, **train, **{f"test_{k}": test[k] for k in test})
-        text = f"Avg Loss: {train['loss']:.6f}, Accuracy: {train['accuracy']:.2%}, Test Loss: "
-        text += f"{test['loss']:.6f}, Test Accuracy: {test['accuracy']:.2%} of {totals[2]}"
-        log(f"Epoch {epoch} - {text}")
+        text = f"Epoch {epoch} - Avg Loss: {train['loss']:.6f}, Accuracy: {train['accuracy']:.2%}"
+        log(f"{text}, Test Loss: {test['loss']:.6f}, Test Accuracy: {test['accuracy']:.2%} of {n}")
 
 
 # --------------------------------------------------------------------------------------- MAIN
@@ -813,7 +813,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
         log(f"Global batch {text}; {run.sampler.steps_per_epoch} steps per epoch")
         log(f"Resuming from {path} at step {run.global_step}" if path else "Starting a new run")
     evaluated = on_rank_0(world, open_metrics, run)
-    write_status(run, "running")
+    on_rank_0(world, write_status, run, "running")
     if path and not evaluated and run.global_step % run.sampler.steps_per_epoch == 0:
         evaluate(run)  # it was stopped before its evaluation
     if run.global_step < run.last_step and world.world_size > 1 and not cfg.reproducible:
@@ -822,8 +822,8 @@ def train(cfg: argparse.Namespace, world: World) -> None:
         pass
     ending = "finished" if run.global_step >= run.total else "stopped"
     reason = run.stop.reason or "a signal to another rank" * (run.global_step < run.last_step)
-    write_status(run, ending, reason)
     if world.rank == 0:
+        write_status(run, ending, reason)
         log(f"{ending.title()} at step {run.global_step} of {run.total}, saved in {directory.path}")
     on_rank_0(world, lambda: None)  # wait for its last save: a launcher may end all at one exit
 

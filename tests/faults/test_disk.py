@@ -1,6 +1,7 @@
 """A full disk: named, training goes on, nothing lost. A run directory that cannot be written."""
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -109,6 +110,44 @@ def test_metrics_of_a_full_disk_are_written_later(tmp_path, tiny, small_disk):
     assert "cannot write metrics yet: [Errno 28] No space left on device" in run.err[0]
     assert [record["step"] for record in run.records("train")] == list(range(1, 27))
     assert len(run.records("epoch")) == 1
+
+
+def test_training_goes_on_while_its_directory_is_read_only(tiny, small_disk, straight):
+    """Linux remounts a file system read-only after an I/O error, for example.
+
+    The test uses a read-only bind mount: `remount,ro` fails while the trainer has a file open.
+    """
+    options = [*tiny, "--epochs=1", "--checkpoint-every-steps=3", "--keep=100"]
+    small_disk(100 * STATE)
+    run_directory = small_disk.path / "run"
+    mount = f"""if True:
+    import subprocess
+    import train_distributed
+
+    def sync(run, metrics, inner=train_distributed.sync):
+        if run.global_step == 5 and run.world.rank == 0:
+            subprocess.run(["mount", "--bind", *2 * [{str(run_directory)!r}]], check=True)
+            remount = ["mount", "-o", "remount,bind,ro", {str(run_directory)!r}]
+            subprocess.run(remount, check=True)
+        if run.global_step == 11 and run.world.rank == 0:
+            subprocess.run(["umount", {str(run_directory)!r}], check=True)
+        return inner(run, metrics)
+
+    train_distributed.sync = sync
+    """
+    try:
+        run = train(run_directory, 2, *options, before=mount)
+    finally:
+        subprocess.run(["umount", run_directory], stderr=subprocess.DEVNULL)  # if it is left
+    warnings = [line for line in run.err[0].splitlines() if line.endswith("; training goes on")]
+    assert [re.search(r"checkpoint_step_\d+", line)[0] for line in warnings] == [
+        *("checkpoint_step_6", "checkpoint_step_9")
+    ]
+    assert all("Read-only file system" in line for line in warnings)
+    assert run.checkpoints() == {*("checkpoint_step_3", "checkpoint_step_12", "checkpoint_epoch_1")}
+    name = "checkpoint_epoch_1"
+    assert_same_state(run.checkpoint(name), straight.checkpoint(name))
+    assert [r["step"] for r in run.records("train")] == list(range(1, 14))
 
 
 def test_a_read_only_directory_is_named_before_anything_starts(tiny, small_disk):
