@@ -63,6 +63,9 @@ NO_PROGRESS = 3  # crashes in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 POLL_SECONDS, SILENT_SECONDS = 20, 60  # see poll_for_lost_nodes()
 WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
+# Our batch scripts run `supervise.py bash SCRIPT`. Slurm runs a copy of SCRIPT with the name
+# slurm_script; slurm_train_single_node.sh executes slurm_train_multinode.sh.
+BATCH_SCRIPTS = {"slurm_script", "slurm_train_multinode.sh"}
 SBATCH_OPTIONS = {"Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time"}
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
@@ -589,8 +592,8 @@ def resume_command():
     script = facts.get("Command")
     if not script:
         return "call sbatch again, with the same arguments"
-    if os.path.basename(sys.argv[2]) != "slurm_script":  # not one of ours: with its arguments
-        return " ".join([*words, script])
+    if sys.argv[1] != "bash" or Path(*sys.argv[2:3]).name not in BATCH_SCRIPTS:
+        return " ".join([*words, script])  # the user's own, with its arguments
     while " " in script and not os.path.isfile(script):
         script = script.rpartition(" ")[0]
     return " ".join(map(shlex.quote, [*words, script, *sys.argv[3:]]))  # some are from variables

@@ -389,6 +389,38 @@ def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tm
     assert module.resume_command() == "call sbatch again, with the same arguments"
 
 
+ARGUMENTS = ["a.yaml", "--epochs", "9", "--name", "a b"]  # of which --epochs is from EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "arguments"),
+    [
+        (["bash", "/spool/job12/slurm_script"], "run_distributed.slurm", "--epochs 9 --name 'a b'"),
+        (  # the script for one node executes the one for several
+            ["bash", "/repo/slurm_train_multinode.sh"],
+            "slurm_train_single_node.sh",
+            "--epochs 9 --name 'a b'",
+        ),
+        (["torchrun", "/repo/my_train.py"], "own.sh", "--name a b"),
+        (["my_train"], "own.sh", "--name a b"),
+        (["bash"], "own.sh", "--name a b"),
+    ],
+)
+def test_the_sbatch_command_that_resumes(monkeypatch, tmp_path, words, script, arguments):
+    module, script = load(SUPERVISE), tmp_path / script
+    script.touch()
+    facts = f"JobId=12\n   Partition=all\n   Command={script} a.yaml --name a b\n   Power=\n"
+    monkeypatch.setattr(module, "slurm", lambda *_: facts)
+    more = [] if len(words) == 1 else ARGUMENTS
+    monkeypatch.setattr(sys, "argv", ["scripts/supervise.py", *words, *more])
+    monkeypatch.delenv("PBS_ENVIRONMENT", raising=False)
+    env = {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    expected = f"sbatch --nodes=2 --partition=all {script} a.yaml {arguments}"
+    assert module.resume_command() == expected
+
+
 @pytest.mark.parametrize(
     ("state", "freed"),
     [
