@@ -229,8 +229,8 @@ def cores():
     share, threads = os.cpu_count() // ranks, number(os.environ.get("OMP_NUM_THREADS", ""))
     text = f"this process may use {found} of {os.cpu_count()} cores"
     if threads > 1 and threads * ranks > found:
-        text = f"{ranks} x OMP_NUM_THREADS={threads:.0f} threads on {found} cores"
-        yield Finding("WARN", "cores", text, "unset it: cluster_train.sh divides the cores")
+        excess = f"{ranks} x OMP_NUM_THREADS={threads:.0f} threads on {found} cores"
+        yield Finding("WARN", "cores", excess, "unset it: cluster_train.sh divides the cores")
     if (found == 1 and share > 1) or (found == 2 and share > 7):  # one core, or its two threads
         text += f", but there are {share} for each rank"
         remedy = "srun --cpus-per-task=N (Slurm 22.05 and 23.02 do not take it from sbatch)"

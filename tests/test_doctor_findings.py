@@ -54,6 +54,8 @@ def test_more_threads_than_cores(monkeypatch, threads):
     findings = list(map(str, checks.cores()))
     warned = "WARN cores             4 x OMP_NUM_THREADS=64 threads on 64 cores: unset it: "
     assert (warned in findings[0]) == (threads == "64") and len(findings) == 1 + (threads == "64")
+    text = f"this process may use 64 of {os.cpu_count()} cores"
+    assert text in findings[-1] and "OMP_NUM_THREADS" not in findings[-1]
 
 
 def test_a_left_over_process_and_a_sick_gpu(nvidia_smi):
