@@ -142,10 +142,8 @@ def old_driver(driver: str, count: int) -> Finding | None:
     if int(driver.split(".")[0]) >= needed or torch.cuda.is_available():
         return None
     text = f"PyTorch {torch.__version__} for CUDA {cuda} needs driver {needed}, not {driver}"
-    remedy = (
-        "update the driver, or TORCH_INDEX=cu126 scripts/quickstart.sh (from driver 525 on), or "
-    )
-    remedy += "train on the CPU: export CUDA_VISIBLE_DEVICES="
+    remedy = "update the driver, or TORCH_INDEX=cu126 scripts/quickstart.sh (from driver 525 on), "
+    remedy += "or train on the CPU: export CUDA_VISIBLE_DEVICES="
     return Finding("FAIL" if count else "WARN", "GPU driver", text, remedy)
 
 

@@ -126,7 +126,8 @@ main() {
   "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "${python[*]} is not Python 3.11 or newer: see scripts/site.sh"
   # Not if Slurm and the launcher have set everything: a container may have no scontrol.
-  [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] || mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
+  [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
+    mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
 
   local config="${arguments[0]:-configs/default_config.yaml}"
   local nodes="${arguments[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"

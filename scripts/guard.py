@@ -189,8 +189,8 @@ def cores_near_gpu(local_rank: int) -> set[int]:
     if os.environ.get("NUMA_BINDING") == "0" or not has_gpu():
         return set()
     query = ["nvidia-smi", f"--id={gpu_of(local_rank)}", "--query-gpu=pci.bus_id"]
+    query += ["--format=csv,noheader"]
     with suppress(OSError, ValueError, subprocess.SubprocessError):
-        query.append("--format=csv,noheader")
         output = subprocess.check_output(query, text=True, timeout=30, stderr=subprocess.DEVNULL)
         device = output.strip().lower()[-12:]  # sysfs has a domain of four digits, not eight
         ranges = (PCI / device / "local_cpulist").read_text().strip().split(",")  # 0-15,64-79

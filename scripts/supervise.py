@@ -93,9 +93,11 @@ def main():
     if not shutil.which(command[0]):
         log(f"error: cannot start {command[0]}: there is no such program")
         return 2
-    misplaced = "pbs_train.sh" in " ".join(command) and "PBS_JOBID" not in os.environ
-    doctor = os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py")
-    if os.environ.get("DRY_RUN") or doctor or misplaced:  # there is nothing to restart
+    if (
+        os.environ.get("DRY_RUN")
+        or os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py")
+        or ("pbs_train.sh" in " ".join(command) and "PBS_JOBID" not in os.environ)  # it fails
+    ):  # there is nothing to restart
         os.execvpe(command[0], command, {**os.environ, "ATTEMPT": "1"})
     directory = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs") / f"supervise_{job_name()}"
     directory = directory.resolve()
@@ -128,8 +130,7 @@ class Supervisor:
         self.restarts = self.crashes = 0
         self.nodes = self.nodes_at_first = nodes_of_job()
         self.polled, self.missing = 0.0, []  # for lost nodes: time of the last poll, and its result
-        self.written, self.written_at = [], self.began  # when the training last wrote a file
-        self.patience = SILENT_SECONDS
+        self.written = []  # modification times of the files that the training writes
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
@@ -210,7 +211,7 @@ class Supervisor:
             log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
         env = {**self.environment(), "FAILURE_FILE": str(self.failure_file)}
         self.running, began = {"attempt": env["ATTEMPT_ID"], "start": time.time()}, time.time()
-        self.written_at, self.patience = began, SILENT_SECONDS
+        self.written_at, self.patience = began, SILENT_SECONDS  # see poll_for_lost_nodes()
         code = self.run(env)
         status, failure = read_json(self.status_file), read_json(self.failure_file)
         for file in (self.status_file, self.failure_file):

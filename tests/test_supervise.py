@@ -356,6 +356,7 @@ def test_slurm_is_asked_for_lost_nodes_only_if_the_training_is_silent_or_a_rank_
     monkeypatch.setattr(module.time, "time", lambda: now)
     us.run_dir, us.status_file = str(tmp_path), tmp_path / "status.json"
     us.failure_file, us.written_at = tmp_path / "failure.json", now
+    us.patience = module.SILENT_SECONDS
     for _ in range(30):  # a training that writes a record every 40 s
         now += 20
         if now % 40 < 20:
