@@ -9,14 +9,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from harness import BF16_PRODUCT, LONG, bf16_settings, write_images, write_mnist  # noqa: E402
 
-# faults/test_safeguards.py switches a safeguard off: here, and in preload.py for the ranks.
+# faults/test_safeguards.py disables a safeguard: here, and in preload.py for the ranks.
 exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C; children would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-left_out: list = []
+skipped: list = []
 
 
 def pytest_configure(config):
@@ -25,21 +25,23 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if not LONG:
-        left_out[:] = [item for item in items if item.get_closest_marker("long")]
+        skipped[:] = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=skipped)
     with_bf16 = [item for item in items if "bf16" in item.name]
     if with_bf16 and " amx_" in Path("/proc/cpuinfo").read_text():
         settings = bf16_settings(BF16_PRODUCT)
         os.environ.update(settings or {})
         for item in with_bf16 if settings is None else ():
-            item.add_marker(pytest.mark.skip(reason="bf16 matrix products die on this CPU"))
+            item.add_marker(pytest.mark.skip(reason="bf16 matrix products crash on this CPU"))
 
 
 def pytest_terminal_summary(terminalreporter):
-    if left_out:  # one line, in red
-        line = f"{len(left_out)} LONG TESTS LEFT OUT, and shorter series run of others"
-        terminalreporter.write_line(f"{line}. All of it: tests/run.sh --cluster --long", red=True)
+    if skipped:  # one line, in red
+        line = f"{len(skipped)} LONG TESTS SKIPPED, and others run on fewer cases"
+        terminalreporter.write_line(
+            f"{line}. To run everything: tests/run.sh --cluster --long", red=True
+        )
 
 
 @pytest.fixture(scope="session")

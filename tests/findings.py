@@ -1,4 +1,4 @@
-"""What scripts/doctor.py has found, as text, and compared with its page in docs/."""
+"""Findings of scripts/doctor.py as text; each must have an example in docs/DOCTOR.md."""
 
 import re
 
@@ -8,7 +8,7 @@ DOCTOR = REPO / "scripts/doctor.py"
 
 
 def found(findings: list[dict], level: str) -> list[str]:
-    """Lines of that level. The page must show one like each of them."""
+    """The findings of that level as lines. Fails if docs/DOCTOR.md shows no such finding."""
     some = [finding for finding in findings if finding["level"] == level]
     for finding in some:
         assert without_values(finding["observed"]) in PAGE, finding
@@ -16,7 +16,7 @@ def found(findings: list[dict], level: str) -> list[str]:
 
 
 def without_values(text: str) -> str:
-    """Without numbers, hashes, paths, and what PyTorch or the kernel say."""
+    """Without numbers, hashes, paths, and messages of PyTorch or the kernel."""
     text = re.sub(r"[(][^)]*[)]", "", text)
     return re.sub(r"/\S+/\S+|\b[0-9a-f]{8}\b|\d+([.]\d+)*", "N", text)
 

@@ -1,4 +1,4 @@
-"""Runs train_distributed.py as real processes, without paying for `import torch` each time.
+"""Runs train_distributed.py as real processes, without importing torch in each of them.
 
 A fork server imports torch and the trainer once. Every rank is a process forked from it, with its
 own environment and standard streams, on gloo; no part of the trainer is replaced. Tests of the
@@ -37,7 +37,7 @@ FOREVER = "--epochs=1000000"
 BF16_PRODUCT = "import torch; a = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(a, a)"
 BF16_PRODUCT = [sys.executable, "-c", BF16_PRODUCT]
 SHARED_MNIST = REPO.parent / "shared" / "data"
-OLD_PYTHONS = Path.home().glob(".pyenv/versions/3.[67].*/bin/python")  # real ones, if there are any
+OLD_PYTHONS = Path.home().glob(".pyenv/versions/3.[67].*/bin/python")  # if there are any
 OLD_PYTHONS = sorted(map(str, OLD_PYTHONS))
 LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)|RANK$|WORLD_SIZE$")
 
@@ -101,7 +101,7 @@ context = multiprocessing.get_context("forkserver")
 
 
 def start_fork_server() -> None:
-    """Before Python 3.12.3, it does not get sys.path, and leaves out what it cannot import."""
+    """Before Python 3.12.3, it does not inherit sys.path, and skips modules it cannot import."""
     context.set_forkserver_preload(["preload"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{REPO / 'tests'}:{REPO}"  # preload.py removes it

@@ -5,10 +5,10 @@ import os
 
 import train_distributed  # noqa: F401
 
-# faults/test_safeguards.py switches a safeguard off: here, and in conftest.py for the tests.
+# faults/test_safeguards.py disables a safeguard: here, and in conftest.py for the tests.
 exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
 
 os.environ.pop("PYTHONPATH", None)  # of harness.start_fork_server()
 
-# Else the first garbage collection of each rank would copy every page it has inherited: 1 s.
+# Otherwise the first garbage collection of each rank copies every inherited page: 1 s.
 gc.freeze()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs the checks: lint and format of Python and bash, then every test, in the virtual environment of
-# scripts/quickstart.sh (made if it is not there).
+# scripts/quickstart.sh (created if missing).
 #
 # Usage: tests/run.sh [--cluster] [--long] [options of pytest]
 #
 # --cluster runs the tests on a real Slurm cluster too, in namespaces of this machine: as root, on
-# Debian, whose packages it installs. Without it, they run if the packages are there. --long runs the
-# whole of the fault suite: hundreds of kills and damaged files, every fault under every launcher.
+# Debian, whose packages it installs. Without it, they run if the packages are installed. --long runs
+# all of the fault suite: hundreds of kills and damaged files, every fault with every launcher.
 #
 # Environment:
 #   VENV   the virtual environment                                                   [.venv]

@@ -1,4 +1,4 @@
-"""User errors: one sentence with the value and the remedy, exit code 2, nothing written over."""
+"""User errors: one sentence with the value and the remedy, exit code 2, nothing overwritten."""
 
 import os
 import signal
@@ -92,7 +92,7 @@ def one_epoch(tmp_path_factory, tiny):
 
 @pytest.fixture
 def finished(one_epoch):
-    """A finished run in which nothing may change, but the lock, which names its owner."""
+    """A finished run in which nothing may change except the lock, which names its owner."""
 
     def content() -> dict:
         files = (path for path in one_epoch.iterdir() if path.name != "lock")
@@ -100,7 +100,7 @@ def finished(one_epoch):
 
     before = content()
     yield one_epoch
-    assert content() == before, "a refused launch should write over nothing"
+    assert content() == before, "a refused launch should overwrite nothing"
 
 
 def test_a_checkpoint_of_another_model_is_refused(finished, tiny):
@@ -170,8 +170,8 @@ def test_a_run_directory_of_the_old_format_is_refused(tmp_path, tiny):
     assert message == f"no intact checkpoint in {tmp_path}/r: choose another directory"
 
 
-def test_data_that_is_missing_where_there_is_no_network_is_named(tmp_path):
-    # Whatever network there is, ask a proxy that nobody runs.
+def test_missing_data_without_a_network_is_named(tmp_path):
+    # Use a proxy that does not exist, so that there is no network.
     offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     options = ["--dataset=mnist", f"--data-dir={tmp_path / 'nothing'}"]
     message = refuse(tmp_path / "r", *options, ranks=2, env=offline)
@@ -211,7 +211,7 @@ def test_another_number_of_nodes_or_ranks_than_asked_for_is_refused(tmp_path, ti
 
 
 @pytest.mark.parametrize("command", [PLAIN, [*TORCHRUN, REPO / "train_distributed.py"]])
-def test_a_typing_error_is_one_sentence_on_the_command_line(tmp_path, command):
+def test_a_mistyped_option_is_one_sentence_on_the_command_line(tmp_path, command):
     command = [*command, "--bacth-size=8"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
@@ -227,7 +227,7 @@ def test_a_typing_error_is_one_sentence_on_the_command_line(tmp_path, command):
 def test_a_file_that_cannot_be_written_is_named_and_older_checkpoints_stay(tmp_path, tiny, file):
     few_records = [*tiny, "--log-every-steps=1000"]
     run = train(tmp_path / "r", 1, *few_records, "--epochs=1").directory
-    # A limit on file sizes, because it needs no mount: the errno is another, the way is the same.
+    # A limit on file sizes needs no mount. The errno differs, but the code path is the same.
     size = {"checkpoint_epoch_2.pt": 1000000, "config.yaml": 500}
     limit = (
         "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"

@@ -1,4 +1,4 @@
-"""The benchmarks still run: a few steps of each, no opinion on their figures."""
+"""The benchmarks run: a few steps of each, without a check of the figures."""
 
 import os
 import re

@@ -29,7 +29,7 @@ def straight(tmp_path_factory, tiny):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_newest_intact_checkpoint_is_taken_and_the_run_ends_the_same(
+def test_the_newest_intact_checkpoint_is_used_and_the_run_ends_the_same(
     tmp_path, tiny, straight, damage
 ):
     options = [*tiny, "--epochs=3"]

@@ -1,4 +1,4 @@
-"""The data sets: what is read, how it is augmented, and who downloads."""
+"""The data sets: reading, augmentation, and which rank downloads."""
 
 import gzip
 import hashlib
@@ -53,7 +53,7 @@ def test_augmentation_depends_on_epoch_and_sample_not_on_the_worker(images):
     first = data[5][0]
     torch.manual_seed(2)
     assert torch.equal(first, data[5][0])
-    assert not torch.equal(first, data[n + 5][0]), "another epoch, another crop"
+    assert not torch.equal(first, data[n + 5][0]), "another epoch should have another crop"
     assert data[n + 5][1] == folders[0].samples[5][1]
     assert torch.equal(plain[5][0], plain[len(folders[1]) + 5][0])
 
@@ -88,12 +88,12 @@ def test_classes_that_differ_between_train_and_val_are_named(tmp_path, images):
     assert f"error: {data}/train and {data}/val differ in their classes\n" in result.err[0]
 
 
-MINE = """if True:
+OWN = """if True:
     import random, torch, train_distributed
     from PIL import Image
     from torchvision import transforms
 
-    class Digits:  # as anybody would write it: an image and a label, random augmentation, floats
+    class Digits:  # a typical data set: (image, label), random augmentation, floats
         def __init__(self, count):
             self.count = count
         def __len__(self):
@@ -115,11 +115,11 @@ MINE = """if True:
 """
 
 
-def test_data_and_model_of_your_own_are_a_function_each_and_resume_bitwise(tmp_path):
-    mine = ["--batch-size=4", "--epochs=3", "--lr=0.01"]
-    untouched = train(tmp_path / "untouched", 2, *mine, "--num-workers=1", before=MINE)
-    train(tmp_path / "run", 2, *mine, "--stop-at-step=10", "--num-workers=0", before=MINE)
-    resumed = train(tmp_path / "run", 2, *mine, "--num-workers=2", before=MINE)
+def test_own_data_and_an_own_model_are_one_function_each_and_resume_bitwise(tmp_path):
+    options = ["--batch-size=4", "--epochs=3", "--lr=0.01"]
+    untouched = train(tmp_path / "untouched", 2, *options, "--num-workers=1", before=OWN)
+    train(tmp_path / "run", 2, *options, "--stop-at-step=10", "--num-workers=0", before=OWN)
+    resumed = train(tmp_path / "run", 2, *options, "--num-workers=2", before=OWN)
     end = "checkpoint_epoch_3"
     assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
 
@@ -161,7 +161,7 @@ def test_a_gathered_batch_equals_its_images_one_by_one():
 
 
 class CountingServer(http.server.ThreadingHTTPServer):
-    """Serves the four gzipped files of a small MNIST and remembers what was asked for."""
+    """Serves the four gzipped files of a small MNIST and records the requests."""
 
     def __init__(self, root):
         self.files = {
@@ -195,7 +195,7 @@ def server(tmp_path):
 
 
 def use(server) -> str:
-    """Point torchvision at the test's server, with the MD5 sums of what should come from there."""
+    """Point torchvision at the test's server, with the MD5 sums of its files."""
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     sums = [(n[1:], hashlib.md5(content).hexdigest()) for n, content in server.files.items()]
     return (
@@ -210,7 +210,7 @@ def test_one_process_downloads_and_the_others_wait(tmp_path, server):
     # torchvision asks for each file twice: once to follow redirects, once to read it.
     assert sorted(server.asked) == sorted(2 * list(server.files))
     train(tmp_path / "again", 3, *options, "--batch-size=8", before=use(server))
-    assert len(server.asked) == 8, "what is there is not downloaded again"
+    assert len(server.asked) == 8, "existing files should not be downloaded again"
 
 
 def test_a_download_with_another_checksum_is_refused(tmp_path, server):

@@ -1,4 +1,4 @@
-"""The doctor on this machine: what needs no cluster, simulated where it needs a GPU."""
+"""The doctor on this machine, without a cluster; GPUs are simulated."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ def run(*arguments, **env) -> subprocess.CompletedProcess:
 
 
 SMI = """#!/bin/sh
-# Stands in for nvidia-smi where there is no GPU: its answers have the same form.
+# Stands in for nvidia-smi where there is no GPU: its output has the same form.
 case "$*" in
   *compute-apps*) echo "GPU-5d3f2a, 4711" ;;
   *gpu=uuid,*) echo "GPU-5d3f2a, 0, NVIDIA H200, 999.1, 143771, 17012, 2, 350.00, 700.00" ;;
@@ -58,7 +58,7 @@ def test_more_threads_than_cores(monkeypatch, threads):
     assert text in findings[-1] and "OMP_NUM_THREADS" not in findings[-1]
 
 
-def test_a_left_over_process_and_a_sick_gpu(nvidia_smi):
+def test_a_left_over_process_and_a_gpu_with_memory_errors(nvidia_smi):
     result = run("--json", PATH=nvidia_smi)
     assert result.returncode == 2, result.stderr
     findings = json.loads(result.stdout)
@@ -89,7 +89,7 @@ def test_two_ranks_on_one_device(monkeypatch):
     )
 
 
-def test_nccl_s_log_tells_the_transport():
+def test_the_transport_is_read_from_the_log_of_nccl():
     log = (
         "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
         "n1:1:2 [0] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/3/GDRDMA\n"
@@ -98,7 +98,7 @@ def test_nccl_s_log_tells_the_transport():
     assert doctor.nccl_links(log) == ["NET/IB/GDRDMA", "P2P/CUMEM", "SHM/direct"]
 
 
-def test_missing_packages_are_named_and_the_rest_is_checked_all_the_same():
+def test_missing_packages_are_named_and_the_other_checks_run():
     command = [sys.executable, "-S", DOCTOR]  # without its site-packages
     result = subprocess.run(command, env=ENV, capture_output=True, text=True, cwd=REPO)
     assert result.returncode == 2 and not result.stderr
@@ -106,7 +106,7 @@ def test_missing_packages_are_named_and_the_rest_is_checked_all_the_same():
     assert "OK   disk" in result.stdout
 
 
-def test_the_config_tells_where_the_data_is_and_the_command_line_wins(tmp_path):
+def test_the_config_names_the_data_and_the_command_line_overrides_it(tmp_path):
     config = tmp_path / "my.yaml"
     config.write_text("dataset: imagefolder\ndata_dir: /absent\n# dataset: mnist\nepochs: 3\n")
     result = run("--json", "--config", config)
@@ -124,7 +124,7 @@ def test_the_config_tells_where_the_data_is_and_the_command_line_wins(tmp_path):
         (["--conf=x.yaml"], "--conf=x.yaml is not an option outside of a launch: see --help"),
     ],
 )
-def test_without_a_launch_it_refuses_what_it_does_not_know(words, message):
+def test_without_a_launch_it_refuses_unknown_options(words, message):
     result = run(*words)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"doctor.py: error: {guard.HOST}: {message}")
@@ -153,7 +153,7 @@ def test_a_launch_script(tmp_path, text, expected):
 
 
 def results(**changes) -> dict:
-    """Of a healthy network of three nodes, in which "ab" (a sends to b) and others differ."""
+    """A healthy network of three nodes, with changed links: "ab" is from a to b."""
     healthy = {"milliseconds": 0.1, "gbit": 20.0, "lost": 0.0}
     pairs = {(a, b): healthy for a in range(3) for b in range(3) if a != b}
     return pairs | {(ord(n[0]) - 97, ord(n[1]) - 97): value for n, value in changes.items()}

@@ -1,4 +1,4 @@
-"""scripts/guard.py in front of scripts that know nothing of it."""
+"""scripts/guard.py with scripts that were not written for it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ GUARD = REPO / "scripts/guard.py"
 HOST = os.uname().nodename
 guard = load(GUARD)
 
-# As PyTorch's tutorial has it; `# HERE` is where a test may add a fault.
+# As in PyTorch's tutorial; a test may replace `# HERE` by a fault.
 DDP_SCRIPT = """
 import os, sys, time
 import torch
@@ -108,7 +108,7 @@ if __name__ == "__main__":
     dist.destroy_process_group()
 """
 
-# ------------------------------------------------------------------ the script runs as without it
+# ------------------------------------------------------------ the script runs as without guard.py
 
 SCRIPTS = {
     "ddp": DDP_SCRIPT,
@@ -119,7 +119,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_knows_nothing_of_it_runs_under_torchrun(tmp_path, name):
+def test_an_unmodified_script_runs_under_torchrun(tmp_path, name):
     script = tmp_path / "my_train.py"
     script.write_text(SCRIPTS[name])
     command = [*TORCHRUN, GUARD, script]
@@ -155,7 +155,7 @@ if __name__ == "__main__":
             print(pool.map(square, [1, 2, 3]))
 """
 SINGLE = {
-    "what it knows of itself": PRINT_SELF,
+    "its own name, file and arguments": PRINT_SELF,
     "exit 0": "import sys\nsys.exit()",
     "exit code": "raise SystemExit(3)",
     "exit with a text": "raise SystemExit('not today')",
@@ -228,7 +228,7 @@ ALONE = (0, 0, 1, 1)
 
 
 def ranks(env: dict[str, str]) -> tuple[int, ...]:
-    """(rank, local rank, world size, ranks per node), which are then in the environment too."""
+    """(rank, local rank, world size, ranks per node); checks that they are also set in env."""
     env = dict(env)
     world = guard.launch_environment(env)
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
@@ -305,7 +305,7 @@ def test_the_hosts_of_a_job_come_from_slurm_or_pbs(tmp_path, monkeypatch):
     assert subprocess.check_output(command, text=True, env=env) == "b\na\n"
 
 
-def test_a_free_port_is_the_next_one_if_somebody_listens_on_the_first():
+def test_the_next_port_is_used_if_the_first_is_taken():
     with socket.socket() as taken:
         taken.bind(("", 0))
         first = guard.free_port(20000)
@@ -330,7 +330,7 @@ def write(directory, fault: str = "pass", name: str = "my_train.py"):
 
 
 def run(count, script, *arguments, env=None, **more):
-    """The script behind guard.py on so many ranks."""
+    """Run the script with guard.py on that number of ranks."""
     variables = {"RANK_TIMEOUT": "30", "HANG_TIMEOUT": "30"}
 
     def env_of(rank) -> dict:
@@ -340,7 +340,7 @@ def run(count, script, *arguments, env=None, **more):
 
 
 def srun(size: int, **more):
-    """Environment of such a step on this host, in which rank 0 serves the store."""
+    """The environment of an srun step on this host, in which rank 0 serves the store."""
     port = free_port()
 
     def env(rank) -> dict:
@@ -411,7 +411,7 @@ def test_a_rank_with_another_script_or_config_file_is_named(tmp_path):
     assert text.startswith("file my_train.py differs: ") and f"for rank 2 on {HOST}, " in text
 
 
-def test_a_process_of_another_job_is_refused_and_the_job_goes_on(tmp_path):
+def test_a_process_of_another_job_is_refused_and_the_job_continues(tmp_path):
     def env(rank) -> dict:
         stray = {"ATTEMPT_ID": "8.1", "WORLD_SIZE": 3}
         return stray if rank == 2 else {"ATTEMPT_ID": "7.1", "WORLD_SIZE": 2}
@@ -423,7 +423,7 @@ def test_a_process_of_another_job_is_refused_and_the_job_goes_on(tmp_path):
 
 
 SMI = """#!/bin/sh
-# Stands in for the real one, because no GPU is here.
+# Stands in for nvidia-smi where there is no GPU.
 [ "$1" = --query-gpu=uuid ] && printf '%s\\n' {gpus}
 """
 
@@ -529,8 +529,8 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
     assert guard.find_problem(shared, 300).startswith(text)
 
 
-@pytest.mark.parametrize("name", ["nobody.invalid", "no..body"])
-def test_a_master_that_nobody_knows_is_named(tmp_path, name):
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "no..host"])
+def test_an_unknown_master_is_named(tmp_path, name):
     env = {"MASTER_ADDR": name, "RANK_TIMEOUT": "3"}
     text = refused(run(1, write(tmp_path), env=env | {"WORLD_SIZE": 2}))
     assert text == f"MASTER_ADDR {name} is unknown on {HOST}: set it to rank 0's address"
@@ -606,7 +606,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_hang_names_the_rank_that_is(tmp_path, fault):
+def test_a_hang_names_the_rank_at_fault(tmp_path, fault):
     code, expected = FAULTS[fault]
     env = {"HANG_TIMEOUT": "3", "FAILURE_FILE": tmp_path / "failure"}
     result = run(3, write(tmp_path, fault=code), env=env)

@@ -1,4 +1,4 @@
-"""What the launchers do with signals and with host names. On real nodes: tests/cluster."""
+"""Signals and host names in the launchers, without a cluster. On real nodes: tests/cluster."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path):
-    """Starts a Node and waits until its ranks listen for signals."""
+    """Starts a Node and waits until its ranks handle signals."""
     with ExitStack() as at_end:
 
         def start(*arguments) -> Node:
@@ -71,7 +71,7 @@ def saved(directory) -> list[str]:
 @pytest.mark.parametrize("seconds", [3, pytest.param(35, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)])
 def test_all_ranks_save_when_slurm_signals_all_processes_of_a_node(tmp_path, node, name, seconds):
-    """SIGTERM it sends twice within a moment, when it ends a job."""
+    """When Slurm ends a job, it sends SIGTERM twice in quick succession."""
     node = node(seconds)
     for number in (getattr(signal, name), signal.SIGCONT, getattr(signal, name)):
         node.signal_all(number)
@@ -109,7 +109,7 @@ def test_a_host_name_is_not_executed(tmp_path, host):
     assert not list(copy.rglob("canary"))
 
 
-def test_a_login_host_without_ssh_is_told(tmp_path):
+def test_a_login_host_without_ssh_is_reported(tmp_path):
     for tool in Path("/usr/bin").iterdir():
         if tool.name not in ("ssh", "pdsh"):
             (tmp_path / tool.name).symlink_to(tool)
@@ -132,7 +132,7 @@ LOCAL_LAUNCHERS = {
 
 @pytest.mark.parametrize("old", ["uname"] + ["bash"] * ("OLD_BASH" in os.environ))
 @pytest.mark.parametrize("launcher", LOCAL_LAUNCHERS)
-def test_macos_and_an_old_bash_are_told_in_one_sentence(tmp_path, launcher, old):
+def test_macos_and_an_old_bash_are_reported_in_one_sentence(tmp_path, launcher, old):
     """macOS is a stand-in for uname. OLD_BASH is the path of a real bash 3.2, if there is one."""
     if old == "uname":
         (tmp_path / "uname").write_text("#!/bin/sh\necho Darwin\n")
@@ -148,7 +148,7 @@ def test_macos_and_an_old_bash_are_told_in_one_sentence(tmp_path, launcher, old)
     assert not (tmp_path / "venv").exists()
 
 
-def test_an_old_python_around_a_container_is_told(tmp_path):
+def test_an_old_python_around_a_container_is_reported(tmp_path):
     env = {"APPTAINER_IMAGE": "x.sif", "PYTHON": OLD_PYTHONS[0] if OLD_PYTHONS else "false"}
     result = supervised(LOG_DIR=str(tmp_path), **env)
     text = f"{env['PYTHON']} is not Python 3.8 or newer, which the launchers need outside the"
@@ -156,7 +156,7 @@ def test_an_old_python_around_a_container_is_told(tmp_path):
 
 
 CONDA = """#!/bin/bash
-# Stands in for conda, which no registry of ours has: its answers have the same form.
+# Stands in for conda, which cannot be installed here: its output has the same form.
 echo {base}
 """
 CONDA_SH = """
@@ -251,7 +251,7 @@ def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
 
 
 def test_workers_run_in_a_container(tmp_path):
-    """Apptainer itself is in no package registry: a script stands in for it."""
+    """With a stand-in for Apptainer, which is in no package registry."""
     apptainer, script = tmp_path / "apptainer", tmp_path / "my_train.py"
     words = '"$1 $2 $3 $4 $5 $6" == "exec --nv --bind $PWD /shared/my image.sif python3"'
     apptainer.write_text(f'#!/bin/bash\n[[ {words} ]] && exec {sys.executable} "${{@:7}}"\n')

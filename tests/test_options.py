@@ -1,4 +1,4 @@
-"""Every option does what it says, in real processes (gloo); what needs a GPU is skipped aloud."""
+"""Every option does what it says, in real processes (gloo). GPU tests need a GPU."""
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ def test_clip_grad_norm_bounds_the_gradient_of_all_ranks(tmp_path, tiny):
     assert exact == pytest.approx(0.1, rel=1e-4)
 
 
-def test_weight_decay_is_that_of_the_command_also_after_a_resume(tmp_path, tiny):
+def test_weight_decay_of_the_command_line_applies_after_a_resume(tmp_path, tiny):
     ends = {}
     for name, more in (("as before", []), ("changed", ["--weight-decay=0.5"])):
         train(tmp_path / name, 1, *tiny, "--epochs=1", "--stop-at-step=20")
@@ -164,23 +164,23 @@ def test_learning_rate_is_this_function_of_the_step(options, expected):
     assert rates == pytest.approx(expected)
 
 
-def test_the_test_figures_are_those_of_the_saved_model_with_batch_norm_too(tmp_path, tiny):
+def test_test_metrics_are_those_of_the_saved_model_with_batch_norm_too(tmp_path, tiny):
     options = [*tiny, "--model=resnet18", "--global-batch-size=32", "--epochs=1"]
     three = train(tmp_path / "three", 3, *options)
     saved = three.directory / "checkpoint_epoch_1.pt"
-    one = train(tmp_path / "one", 1, *options, f"--resume={saved}")  # evaluates, there is no more
+    one = train(tmp_path / "one", 1, *options, f"--resume={saved}")  # only evaluates
     ours, theirs = (run.records("epoch")[0] for run in (three, one))
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
     assert ours["test_accuracy"] == theirs["test_accuracy"]
 
 
 def test_deterministic_asks_torch_for_repeatable_kernels(tmp_path, tiny):
-    told = "import atexit, torch; from torch import are_deterministic_algorithms_enabled as f\n"
-    told += "import train_distributed as t; inner = t.evaluate\n"
-    told += "t.evaluate = lambda run: print('deterministic', f(), flush=True) or inner(run)"
+    code = "import atexit, torch; from torch import are_deterministic_algorithms_enabled as f\n"
+    code += "import train_distributed as t; inner = t.evaluate\n"
+    code += "t.evaluate = lambda run: print('deterministic', f(), flush=True) or inner(run)"
     for option, expected in (("--deterministic", True), ("--no-deterministic", False)):
         options = [*tiny, "--batch-size=203", "--epochs=1", option]
-        run = train(tmp_path / option, 1, *options, before=told)
+        run = train(tmp_path / option, 1, *options, before=code)
         assert f"deterministic {expected}\n" in run.out[0]
 
 
@@ -212,7 +212,7 @@ def test_tensorboard_and_wandb_offline(tmp_path, tiny):
     assert len(list(run.directory.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
-def test_command_line_wins_over_file_and_file_over_default(tmp_path):
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("epochs: 3\nbatch_size: 16\nlr: 1e-3\namp: off\ncompile: true\nnodes: null\n")
     words = [f"--config={file}", "--epochs", "4"]
@@ -272,7 +272,7 @@ def test_resume_from_a_file_into_another_directory(tmp_path, tiny):
     end = "checkpoint_epoch_2"
     assert_same_state(second.checkpoint(end), straight.checkpoint(end))
     again = train(tmp_path / "second", 1, *tiny, "--epochs=3", f"--resume={file}")
-    assert "checkpoint_epoch_2.pt at step 52" in again.out[0], "the same command goes on"
+    assert "checkpoint_epoch_2.pt at step 52" in again.out[0], "the same command should resume"
 
 
 def test_resuming_from_an_older_checkpoint_of_the_run_is_refused(tmp_path, tiny, monkeypatch):

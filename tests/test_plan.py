@@ -1,4 +1,4 @@
-"""scripts/plan.py: what it predicts is what a training then does."""
+"""scripts/plan.py: its predictions, compared with a training run and with known formulas."""
 
 import json
 import math
@@ -18,7 +18,7 @@ LINKS = plan.Links(
 @pytest.fixture
 def planned(capsys, monkeypatch):
     def run(*words) -> dict[str, str]:
-        """What is printed, by the name of the line; those of the same name together."""
+        """The printed text by the name of the line; lines with the same name are joined."""
         monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, words)])
         assert plan.main() == 0
         printed: dict[str, str] = {}
@@ -41,7 +41,7 @@ def refused(capsys, monkeypatch):
     return run
 
 
-def test_a_training_makes_the_steps_and_the_checkpoint_that_were_planned(tmp_path, tiny, planned):
+def test_a_training_run_has_the_predicted_steps_and_checkpoint_size(tmp_path, tiny, planned):
     options = [*tiny, "--epochs=1", "--global-batch-size=48", "--samples=203"]
     printed = planned(*options, "--gpus-per-node=4")
     run = train(tmp_path / "run", 4, *options[:-1])
@@ -67,12 +67,12 @@ def test_the_tree_wins_with_many_nodes_and_small_messages():
     assert times["tree"] < times["ring"] / 50
 
 
-def test_communication_hides_behind_the_backward_pass_but_for_the_last_bucket():
+def test_communication_overlaps_the_backward_pass_except_for_the_last_bucket():
     size = 4 * plan.BUCKET + plan.FIRST_BUCKET
     last = 0.001
     slow = plan.step_seconds(1.0, size, lambda n: last * n / plan.BUCKET)
     assert slow == pytest.approx(1.0 + last)
-    # Links that take longer than the backward pass are what a step waits for.
+    # A step waits for links that take longer than the backward pass.
     held_up = plan.step_seconds(1.0, size, lambda n: n / plan.BUCKET)
     assert held_up > 4
 
@@ -121,14 +121,14 @@ def test_activations_grow_with_the_batch_and_shrink_when_recomputed():
     assert bytes_of("--activation-checkpointing") < 0.6 * whole
 
 
-def test_arithmetic_is_counted():
+def test_floating_point_operations_are_counted():
     args = plan.build_parser().parse_args(["--samples=10"])
     operations = plan.measure_model(args, plan.describe_data(args))["operations"]
     forward = 2 * (26**2 * 32 * 9 + 24**2 * 64 * 32 * 9 + 9216 * 128 + 128 * 10)
     assert operations == pytest.approx(3 * forward, rel=0.05)
 
 
-def test_it_plans_for_data_and_gpus_that_are_not_here(planned):
+def test_it_plans_for_data_and_gpus_that_this_machine_lacks(planned):
     printed = planned(
         *"--dataset imagefolder --data-dir /nowhere --samples 1281167 --classes 1000".split(),
         *"--model resnet18 --batch-size 128 --nodes 64 --samples-per-second 5000".split(),
@@ -169,8 +169,8 @@ def test_it_refuses_what_cannot_be_planned(tmp_path, refused):
 
 
 def test_nothing_is_computed(planned):
-    """Images that fit into no memory; and in bf16, which would end the process where the CPU
-    advertises AMX but must not use it."""
+    """Images too large for any memory, in bf16, which kills the process on a CPU that lists AMX but
+    traps it."""
     words = "--dataset=synthetic --model=resnet18 --amp=bf16 --image-size=40000 --samples=999"
     printed = planned(*words.split())
     assert re.match(r"\d+\.?\d* TB of 80 GB on each GPU", printed["memory"])

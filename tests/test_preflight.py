@@ -1,4 +1,4 @@
-"""The check of a node before each launch: what it refuses, and what it warns of."""
+"""scripts/preflight.py: what it refuses, and what it warns of."""
 
 import ast
 import errno
@@ -139,7 +139,7 @@ def test_a_master_that_is_another_host(check):
 
 
 @pytest.mark.parametrize("master", ["127.0.1.1", "::1", "::ffff:127.0.0.1"])
-def test_a_master_that_is_this_host_everywhere(check, master):
+def test_a_master_address_that_means_the_local_host_on_every_node(check, master):
     code, _, error = check(*where(1, master, 29400), "x.py")
     assert code == 2 and f"resolves to {master}, which is this node itself" in error
 
@@ -154,7 +154,7 @@ def test_a_port_in_use_on_a_master_with_an_ipv6_address(check):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_of_several_addresses_of_the_master_is_enough(monkeypatch, capfd, rank):
-    """Simulated: a name with an address that leads nowhere, and one that this host answers."""
+    """Simulated: a name with an address that nothing answers, and one of this host."""
 
     def resolve(host, port, *more, real=socket.getaddrinfo, **options):
         hosts = ("fe80::1", "127.0.0.1", here) if host == "master" else (host,)

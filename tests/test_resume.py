@@ -1,4 +1,4 @@
-"""Stop anywhere, resume anywhere: the run ends as if nothing had happened."""
+"""A run that is stopped and resumed at any step ends with the same weights."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from harness import assert_same_state, launch, train, wait_for_step
 
 EPOCHS = "--epochs=2"  # of 9 steps: 203 samples in global batches of 24
 BATCH = "--global-batch-size=24"  # three micro-batches of 8
-RANKS = 3  # with two, the order in which gradients are added could not show
+RANKS = 3  # with two, the order of adding gradients would make no difference
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_stopped_and_resumed_ends_bitwise_equal(tmp_path, tiny, untouched, step)
     stopped = train(tmp_path / "run", RANKS, *options, f"--stop-at-step={step}")
     assert f"Stopped at step {step} of 18, saved in {tmp_path / 'run'}\n" in stopped.out[0]
     resumed = train(tmp_path / "run", RANKS, *options, record=True)
-    assert min(resumed.samples()) == step, "training should go on at the step where it stopped"
+    assert min(resumed.samples()) == step, "training should resume at the step where it stopped"
     assert_same_end(resumed, untouched)
 
 
@@ -66,9 +66,7 @@ def test_uneven_ranks_resume_bitwise_too(tmp_path, tiny):
     assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
 
 
-def test_an_epoch_whose_evaluation_was_cut_off_is_saved_and_evaluated_later(
-    tmp_path, tiny, untouched
-):
+def test_an_epoch_whose_evaluation_was_interrupted_is_evaluated_later(tmp_path, tiny, untouched):
     cut = "import os, train_distributed; train_distributed.evaluate = lambda *_: os._exit(9)"
     options = [*tiny, EPOCHS, BATCH]
     for epoch in (1, 2):

@@ -1,4 +1,4 @@
-"""No secret is written down, and files get the user's umask."""
+"""Secrets are not written to files, and the user's umask applies."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ CANARY = "c4n4ry-s3cr3t"
 
 @pytest.mark.long
 def test_secrets_of_the_environment_are_written_nowhere(tmp_path, tiny):
-    """After a training that was supervised, crashed, was restarted, and finished."""
+    """After a training under supervise.py that crashed, was restarted, and finished."""
     copy = copy_repository(tmp_path / "repo")
     run, names = copy / "run", ("WANDB_API_KEY", "HF_TOKEN", "MY_SECRET", "DB_PASSWORD")
     env = os.environ | {name: CANARY for name in names} | {"PYTHON": sys.executable}

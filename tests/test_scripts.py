@@ -1,4 +1,4 @@
-"""The scripts beside the trainer: quickstart, plots, and the help that every shell script gives."""
+"""The quickstart, the plots, and the --help of every shell script."""
 
 import os
 import re
@@ -23,8 +23,8 @@ def run(*command, **env) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.long  # .ci/run begins with it anyway
-def test_quickstart_trains_goes_on_and_says_what_is_wrong(tmp_path):
-    # Whatever network there is, ask a proxy that nobody runs: it must work without.
+def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
+    # Use a proxy that does not exist: it must work without a network.
     env = {"VENV": sys.prefix, "RUN_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:9"}
     quickstart = REPO / "scripts/quickstart.sh"
     first = run(quickstart, "--epochs=1", **env)
@@ -82,7 +82,7 @@ def test_torch_index_chooses_the_build_of_pytorch(tmp_path):
     assert text in missing.stderr
 
 
-def test_quickstart_without_a_fit_python(tmp_path):
+def test_quickstart_without_a_suitable_python(tmp_path):
     result = run(REPO / "scripts/quickstart.sh", VENV=tmp_path / "venv", PYTHON="python2")
     assert result.returncode == 2
     assert result.stderr == (
@@ -106,7 +106,7 @@ def test_plots_compare_runs(tmp_path, tiny):
     )
 
 
-# Before they have found the repository there is nothing to share, so each holds a copy.
+# These functions run before a script has found the repository, so they cannot be sourced.
 @pytest.mark.parametrize(("function", "copies"), [("find_repository", 3), ("exec_command", 2)])
 def test_slurm_scripts_hold_the_same_copy_of_a_function(function, copies):
     scripts = ["run_distributed.slurm", "slurm_train_multinode.sh", "slurm_train_single_node.sh"]

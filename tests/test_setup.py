@@ -1,4 +1,4 @@
-"""Who trains: launch variables, the first lines, and the trainer as a file of its own."""
+"""Launch variables, the first lines of output, and the trainer as a single file."""
 
 import os
 import subprocess
@@ -42,12 +42,12 @@ def test_ranks_come_from_torchrun_else_from_an_srun_step(env, expected):
     assert launch_environment(dict(env)) == expected
 
 
-def test_plain_python_in_a_batch_shell_trains_alone(tmp_path, tiny):
+def test_plain_python_in_a_batch_shell_is_a_single_process(tmp_path, tiny):
     result = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", env=BATCH_SHELL)
     assert "Starting distributed training on 1 process (1 per node)\n" in result.out[0]
 
 
-def test_rank_0_says_who_trains_on_what_and_the_others_print_nothing(tmp_path, tiny):
+def test_rank_0_prints_the_topology_and_the_others_print_nothing(tmp_path, tiny):
     result = train(tmp_path / "run", 3, *tiny, "--stop-at-step=1", "--global-batch-size=32")
     first, second, third, *_ = result.out[0].splitlines()
     assert first == "Starting distributed training on 3 processes (3 per node)"
@@ -87,7 +87,7 @@ def test_a_copy_of_the_trainer_alone_trains(tmp_path):
     assert (tmp_path / "checkpoints" / "checkpoint_epoch_1.pt").exists()
 
 
-DIES_OF_SIGILL_UNLESS = """if True:
+SIGILL_UNLESS = """if True:
     import os, signal
     if os.environ.get("ONEDNN_MAX_CPU_ISA") != {isa!r}:
         os.kill(os.getpid(), signal.SIGILL)
@@ -106,7 +106,7 @@ DIES_OF_SIGILL_UNLESS = """if True:
 def test_the_probe_of_bf16_finds_what_a_cpu_needs(monkeypatch, isa, expected):
     """With a stand-in for the matrix product, because few CPUs trap what they advertise."""
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    stand_in = [sys.executable, "-c", DIES_OF_SIGILL_UNLESS.format(isa=isa)]
+    stand_in = [sys.executable, "-c", SIGILL_UNLESS.format(isa=isa)]
     assert bf16_settings(stand_in) == expected
 
 

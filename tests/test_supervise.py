@@ -1,4 +1,4 @@
-"""What supervise.py does about each end of a training, and what it prints and writes."""
+"""supervise.py: each way in which training can end, what it then does, prints and writes."""
 
 import ast
 import fcntl
@@ -81,25 +81,25 @@ def test_there_are_no_more_restarts_than_max_restarts(tmp_path, supervise):
 
 
 @pytest.mark.parametrize(
-    ("options", "cause", "end", "said"),
+    ("options", "cause", "end", "expected"),
     [
         (["--epochs=nil"], "configuration", ": ", "--epochs"),
         (["--lr=1e18", "--warmup-epochs=0"], "NaN", " at step ", "lower --lr"),
     ],
 )
 def test_an_error_that_would_repeat_is_not_retried(
-    tmp_path, tiny, supervise, options, cause, end, said
+    tmp_path, tiny, supervise, options, cause, end, expected
 ):
     command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run", *options]
     code, text = supervise(*command)
     assert code == (2 if cause == "configuration" else 1), text
     assert causes(tmp_path) == [cause]
     last = text.splitlines()[-1]
-    assert last.startswith(f"supervise.py: error: {cause}{end}") and said in last
+    assert last.startswith(f"supervise.py: error: {cause}{end}") and expected in last
     assert "a restart would not help" in last
 
 
-def test_ctrl_c_stops_saves_and_tells_how_to_resume(tmp_path, tiny, start, supervise):
+def test_ctrl_c_stops_saves_and_prints_how_to_resume(tmp_path, tiny, start, supervise):
     command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run"]
     process = start(*command, FOREVER, STOPPED_EXIT_CODE="75")
     wait_for_step(tmp_path / "run", 5)
@@ -225,11 +225,11 @@ def test_a_command_that_does_not_exist_touches_nothing(tmp_path, supervise):
     assert code == 2 and not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------- what the training tells it
+# ------------------------------------------------------------------------ reports of the training
 
 
 @pytest.mark.parametrize("python", ["simulated", *OLD_PYTHONS])
-def test_an_old_python_is_told_in_one_sentence(python):
+def test_an_old_python_is_reported_in_one_sentence(python):
     command = [python, SUPERVISE, "true"]
     if python == "simulated":
         code = "import runpy, sys; sys.version_info = (3, 6, 8); sys.argv = sys.argv[1:]; "
@@ -272,7 +272,7 @@ def test_a_dry_run_writes_no_attempt_log(tmp_path, supervise):
 
 
 def test_exit_code_0_without_a_status_is_not_called_finished(tmp_path, supervise):
-    code, text = supervise(sys.executable, "-c", "print('nothing more to say')")
+    code, text = supervise(sys.executable, "-c", "print('no status')")
     assert code == 0 and "finished" not in text
     assert causes(tmp_path / "logs") == ["ended"]
 
@@ -280,25 +280,25 @@ def test_exit_code_0_without_a_status_is_not_called_finished(tmp_path, supervise
 OWN_SCRIPT = """
 import json, os, sys, time
 step = int(open("step").read()) if os.path.exists("step") else 0
-def tell(state, reason=""):
+def write_status(state, reason=""):
     status = dict(run_dir=os.getcwd(), state=state, reason=reason, start_step=step)
     status.update(global_step=now, saved_step=now, world_size=1, began=0, time=time.time())
     open(os.environ["STATUS_FILE"], "w").write(json.dumps(status))
 for now in range(step, 1000):
-    tell("running")
+    write_status("running")
     if os.path.exists(os.environ["STOP_FILE"]):
         open("step", "w").write(str(now))
-        tell("stopped", "STOP file")
+        write_status("stopped", "STOP file")
         sys.exit()
     if len(sys.argv) > 1 and now == step + 2:
         open("step", "w").write(str(now))
-        tell("running")
+        write_status("running")
         sys.exit(1)
     time.sleep(0.05)
 """
 
 
-def test_a_script_of_ones_own_is_stopped_by_the_clock_that_it_cannot_read(tmp_path, supervise):
+def test_a_script_that_ignores_the_deadline_is_stopped_by_its_stop_file(tmp_path, supervise):
     (tmp_path / "own.py").write_text(OWN_SCRIPT)
     command = [sys.executable, tmp_path / "own.py"]
     code, text = supervise(*command, cwd=tmp_path, MAX_DURATION="2")
@@ -318,7 +318,7 @@ def test_crashes_with_progress_are_retried_until_max_restarts(tmp_path, supervis
     ]
 
 
-# ------------------------------------------------------------------------ what Slurm tells it
+# --------------------------------------------------------------------------- the state of Slurm
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def supervisor(monkeypatch, tmp_path):
     return module, module.Supervisor(["true"], tmp_path, tmp_path, 1, 1e9)
 
 
-def test_a_user_error_is_one_even_while_slurm_does_not_hear_from_a_node(supervisor, monkeypatch):
+def test_a_user_error_remains_one_even_if_a_node_does_not_respond(supervisor, monkeypatch):
     module, us = supervisor
     monkeypatch.setattr(module, "nodes_lost", lambda nodes: ["n2"])
     failure = {"cause": "configuration", "reason": "no", "host": "n1", "rank": 0}
@@ -340,7 +340,7 @@ def test_a_user_error_is_one_even_while_slurm_does_not_hear_from_a_node(supervis
     assert us.nodes == ["n1"]
 
 
-def test_the_node_that_it_runs_on_is_not_lost(supervisor, monkeypatch):
+def test_its_own_node_never_counts_as_lost(supervisor, monkeypatch):
     module, _ = supervisor
     monkeypatch.setattr(module, "slurm", lambda *_: "n1 allocated*\nn2 down*\nn3 mixed\n")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
@@ -378,15 +378,15 @@ def test_slurm_is_asked_for_lost_nodes_only_if_the_training_is_silent_or_a_rank_
 
 
 def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tmp_path):
-    module, told = load(SUPERVISE), []
-    monkeypatch.setattr(module, "log", told.append)
+    module, messages = load(SUPERVISE), []
+    monkeypatch.setattr(module, "log", messages.append)
     monkeypatch.setattr(module, "slurm", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("ENVIRONMENT", "BATCH")
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no scontrol
     assert not module.requeue()
-    assert told[-1].startswith("Slurm does not requeue job 12: ")
+    assert messages[-1].startswith("Slurm does not requeue job 12: ")
     assert module.resume_command() == "call sbatch again, with the same arguments"
 
 
@@ -432,7 +432,7 @@ def test_the_sbatch_command_that_resumes(monkeypatch, tmp_path, words, script, a
         ("PENDING\nRUNNING\n", False),  # of a job array
     ],
 )
-def test_the_lock_of_a_job_that_slurm_has_forgotten_is_removed(
+def test_the_lock_of_a_job_that_has_ended_is_removed(
     supervisor, monkeypatch, tmp_path, state, freed
 ):
     module, us = supervisor
@@ -444,7 +444,7 @@ def test_the_lock_of_a_job_that_slurm_has_forgotten_is_removed(
 
 
 def test_a_run_directory_locked_for_a_job_that_is_gone_is_taken_over(tmp_path, tiny, supervise):
-    """The trainer tells its run directory in STATUS_FILE before it is refused."""
+    """The trainer writes its run directory to STATUS_FILE before it is refused."""
     for name in ("sinfo", "squeue"):  # a Slurm that knows of no jobs
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
@@ -471,7 +471,7 @@ def test_a_lock_is_not_removed_while_slurm_does_not_answer_or_knows_nothing_of_i
         monkeypatch.setattr(module, "slurm", lambda *words: "")
 
 
-# -------------------------------------------------------------------------- what PBS tells it
+# ----------------------------------------------------------------------------- the state of PBS
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""However many ranks share the work: the same samples, the same losses, the same gradient."""
+"""Any number of ranks: the same samples, the same losses, the same gradients."""
 
 import pytest
 import torch
@@ -83,13 +83,13 @@ def test_reproducible_ends_with_the_same_bits_when_the_number_of_ranks_changes(
     assert_same_bits(run, one_rank)
 
 
-def test_reproducible_holds_with_loss_scaling_too(tmp_path, tiny):
+def test_reproducible_works_with_loss_scaling_too(tmp_path, tiny):
     options = [*tiny, *REPRODUCIBLE, "--amp=fp16", "--stop-at-step=4"]
     one, three = (train(tmp_path / str(ranks), ranks, *options) for ranks in (1, 3))
     assert_same_state(one.checkpoint("checkpoint_step_4"), three.checkpoint("checkpoint_step_4"))
 
 
-def test_the_global_batch_and_the_seed_of_the_checkpoint_win(tmp_path, tiny):
+def test_the_global_batch_and_the_seed_of_the_checkpoint_override_the_options(tmp_path, tiny):
     options = [*tiny, "--epochs=1"]
     train(tmp_path / "run", 4, *options, "--stop-at-step=2", record=True)
     other = ["--global-batch-size=16", "--seed=1"]
@@ -137,7 +137,7 @@ def test_an_epochs_short_last_step_has_the_exact_mean_gradient(tmp_path, tiny):
 
 
 def test_evaluation_counts_every_test_sample_once_at_any_world_size(tmp_path, tiny):
-    # Without a learning rate the model stays as it is, so all must find exactly the same.
+    # With a learning rate of 0 the model does not change, so all results must be equal.
     still = [*tiny, "--lr=0", "--global-batch-size=24", "--epochs=1"]
     runs = [train(tmp_path / str(n), n, *still) for n in (1, 2, 3)]
     ends = [run.records("epoch")[0] for run in runs]

@@ -10,7 +10,7 @@ import torch
 from harness import REPO, assert_same_state, copy_repository, train
 from hosts import HERE, PROBE, Cluster, why_not
 
-left_out: list = []
+skipped: list = []
 
 
 def pytest_collection_modifyitems(config, items):
@@ -18,14 +18,14 @@ def pytest_collection_modifyitems(config, items):
         return
     if os.environ.get("CLUSTER_TESTS") == "required":
         raise pytest.UsageError(f"the cluster tests are required, but need {reason}")
-    left_out[:] = [item for item in items if HERE in item.path.parents]
+    skipped[:] = [item for item in items if HERE in item.path.parents]
     items[:] = [item for item in items if HERE not in item.path.parents]
-    config.hook.pytest_deselected(items=left_out)
+    config.hook.pytest_deselected(items=skipped)
 
 
 def pytest_terminal_summary(terminalreporter):
-    if left_out:  # one line, and loud
-        line = f"{len(left_out)} CLUSTER TESTS SKIPPED: they need {why_not()}"
+    if skipped:  # one line, in red
+        line = f"{len(skipped)} CLUSTER TESTS SKIPPED: they need {why_not()}"
         terminalreporter.write_line(f"{line}. To run them: tests/run.sh --cluster", red=True)
     here = HERE.relative_to(REPO).as_posix()
     done = [r for o in ("passed", "failed") for r in terminalreporter.getreports(o)]
@@ -35,7 +35,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def probe(tmp_path) -> dict[str, str]:
-    """Makes a launcher run a script that prints who it is, without checks, which import torch."""
+    """Variables: run a script that prints its rank and host, without checks (they import torch)."""
     path = tmp_path / "my_train.py"
     path.write_text(PROBE)
     return {"TRAIN_SCRIPT": str(path), "GUARD": "0"}
@@ -75,7 +75,7 @@ def nothing_left(cluster):
 def racks(slurm):
     """Four nodes rack01-n1 ... rack02-n2, of two GPU slots and as many cores as the machine has.
 
-    Slurm binds tasks to their cores, and follows them by cgroup where the machine lets it.
+    Slurm binds tasks to cores, and tracks processes with cgroups where that is possible.
     """
     names = " ".join(f"rack{rack:02}-n{node}" for rack in (1, 2) for node in (1, 2))
     cgroup = os.access("/sys/fs/cgroup/freezer", os.W_OK)
@@ -93,7 +93,7 @@ def racks(slurm):
 
 @pytest.fixture
 def lossy(slurm):
-    """Two nodes, of which Slurm misses one after 20 s of silence; of this test alone."""
+    """Two nodes for one test; Slurm marks a node as down after 20 s without contact."""
     cluster = Cluster(Path(f"/tmp/lossy-{os.getpid()}"), 2, 8, SILENCE="20", **slurm)
     yield cluster
     cluster.down()
@@ -112,14 +112,14 @@ def options(tiny):
 
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory, options):
-    """What four ranks on one machine end with, without any launcher."""
+    """The final state of four ranks on one machine, without a launcher."""
     run = train(tmp_path_factory.mktemp("expected") / "run", 4, *options)
     return run.checkpoint("checkpoint_epoch_1")
 
 
 @pytest.fixture
 def check(expected):
-    """Fails unless the output tells of four ranks, on these hosts, and the run of their weights."""
+    """check(output, run, hosts): four ranks trained on these hosts to the expected weights."""
 
     def check(text: str, run: Path, hosts: dict[str, str]) -> None:
         per_node = f"{4 // len(hosts)} per node"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Takes the cluster of up.sh down: ends every process in its namespaces, removes its directory.
+# Stops the cluster of up.sh: kills every process in its namespaces and removes its directory.
 #
 # Usage: tests/cluster/down.sh
 #

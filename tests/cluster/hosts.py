@@ -1,4 +1,4 @@
-"""The cluster of up.sh from Python: run things on its hosts, look at what runs there."""
+"""The cluster of up.sh from Python: run commands on its hosts, list their processes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ DAEMONS = re.compile(r"^(sleep infinity|munged|slurm|: slurm|sshd: .*listener|\S
 
 
 def why_not() -> str:
-    """What the cluster needs and is not here; "" if it can be brought up."""
+    """What is missing to start the cluster; "" if nothing is."""
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     packages = f"of Debian: {', '.join(missing)}" if missing else ""
     return " and ".join(filter(None, ["root" if os.geteuid() else "", packages]))
@@ -43,17 +43,17 @@ os.write(1, f"PROBE {line}\\n".encode())
 
 
 def probed(text: str) -> list[dict]:
-    """What the probe said on each rank."""
+    """What the probe printed on each rank, in order of rank."""
     lines = [line.split("PROBE ")[1] for line in text.splitlines() if "PROBE " in line]
     return sorted(map(json.loads, lines), key=lambda record: record["rank"])
 
 
 def wait_until(condition, launch: subprocess.Popen, seconds: float = 120) -> None:
-    """Until the condition holds, while the launch runs."""
+    """Wait until the condition holds; fails if the launch ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert launch.poll() is None, launch.communicate()[0]
-        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        assert time.monotonic() < deadline, f"condition not met after {seconds} s"
         time.sleep(0.1)
 
 
@@ -66,7 +66,7 @@ class Process:
 
 
 class Cluster:
-    """The cluster of up.sh: run things on its hosts, and look at what runs there."""
+    """The cluster of up.sh: run commands on its hosts, list their processes."""
 
     def __init__(self, directory: Path, nodes: int, slots: int, **env: str):
         self.directory = directory
@@ -115,7 +115,7 @@ class Cluster:
         return self.end_of_job(output.split()[-1])
 
     def end_of_job(self, job: str):
-        """(exit code, output) of the job. Sooner than sbatch --wait would notice."""
+        """(exit code, output) of the job. Faster than sbatch --wait."""
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             _, text = self.on("login", "scontrol", "show", "job", job)
@@ -130,7 +130,7 @@ class Cluster:
         raise TimeoutError(text)
 
     def processes(self) -> list["Process"]:
-        """What runs on the hosts besides their daemons."""
+        """The processes on the hosts, without the daemons."""
         namespaces = {}
         for host in self.hosts:
             pid = (self.directory / "hosts" / host).read_text().strip()
@@ -141,7 +141,7 @@ class Cluster:
                 host = namespaces.get(os.readlink(entry / "ns/net"))
                 line, env = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
             except OSError:
-                continue  # it has ended in the meantime
+                continue  # it has just ended
             line = line.decode().replace("\0", " ").strip()
             if host and line and not DAEMONS.match(line):
                 found.append(Process(host, int(entry.name), line, env.decode().split("\0")))
@@ -153,6 +153,6 @@ class Cluster:
             time.sleep(0.1)
         for process in left:
             with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)  # not into the next test
+                os.kill(process.pid, signal.SIGKILL)  # do not disturb the next test
         text = "\n".join(f"{process.host}: {process.line}" for process in left)
         assert not text, f"still running after {seconds} s:\n{text}"

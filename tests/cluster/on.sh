@@ -24,7 +24,7 @@ main() {
     exit
   fi
   if [[ $# -lt 2 || ! -f "$CLUSTER/hosts/$1" ]]; then
-    echo "on.sh: error: on which host? $CLUSTER/hosts lists them" >&2
+    echo "on.sh: error: the arguments are HOST COMMAND; the hosts are in $CLUSTER/hosts" >&2
     exit 2
   fi
   local host="$1" pid

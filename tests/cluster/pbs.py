@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Simulates PBS on the cluster of up.sh: qsub and qdel on the login node, pbsdsh and qstat in jobs.
 
-PBS itself is in no package registry. Here is what the launcher has to cope with, as seen with two
-MoMs of OpenPBS 23.06: a copy of the job script runs on the first host, in the home directory, as
+PBS itself is in no package registry. This simulates what was observed with two MoMs of OpenPBS
+23.06: a copy of the job script runs on the first host, in the home directory, as
 the child of a shell; PBS_NODEFILE names a host once per slot and exists on the first host only;
 OMP_NUM_THREADS is NCPUS; the umask is 077 without -W umask. pbsdsh -n SLOT starts a process on the
 host of that slot, in a session of its own, with nothing of the caller's environment, and exits with
 0 whatever the process does. Signals go to the sessions of the script and of pbsdsh's processes, and
 to nothing outside of them: qdel and the end of the walltime send SIGTERM, and SIGKILL after
-kill_delay; the shell above the script dies of either. `qdel -W force` sends SIGKILL at once. When
+kill_delay; either kills the shell above the script. `qdel -W force` sends SIGKILL at once. When
 the shell ends, the sessions get SIGKILL, too; after qdel only when they are empty.
 
     pbs.py qsub HOST[,HOST...] SLOTS [-W ...] [-l walltime=...] [-v NAME=VALUE,...] SCRIPT

@@ -1,4 +1,4 @@
-"""Each fault is injected on the real cluster: the doctor names it, and where, within a minute."""
+"""Faults on the real cluster: the doctor reports each one and its place within a minute."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def job(cluster, repo, run, script=SRUN, nodes=2, gpus=2, **env):
 
 
 def findings_in(text: str) -> list[dict]:
-    """Of one report; [] if there is none, or two nodes have printed theirs at the same time."""
+    """The findings of one report; [] if there is none, or if two nodes printed at the same time."""
     found = re.search(r"^\[\n.*?^\]", text, re.DOTALL | re.MULTILINE)
     with suppress(ValueError):
         return json.loads(found[0]) if found else []
@@ -35,7 +35,7 @@ def findings_in(text: str) -> list[dict]:
 
 
 def by_hand(cluster, repo, run):
-    """As in two terminals: (exit codes, output) of node01 and node02."""
+    """One launch per terminal: (exit codes, outputs) of node01 and node02."""
     nodes = []
     for rank, host in enumerate(["node01", "node02"]):
         words = ["scripts/cluster_train.sh", CONFIG, 2, rank, "node01", 29400]
@@ -52,7 +52,7 @@ def on(cluster, host, command: str) -> None:
 
 @pytest.fixture
 def inject(cluster):
-    """inject(host, command, undo): on a host of the cluster, until the test ends."""
+    """inject(host, command, undo): run the command there; undo it when the test ends."""
     injected = []
 
     def do(host, command, undo):
@@ -71,7 +71,7 @@ def nft(rule: str, hook: str) -> tuple[str, str]:
 
 
 def replaced(path, content: str) -> tuple[str, str]:
-    """Another content of that file, in the mount namespace of a host."""
+    """(command, undo) that replaces the content of a file on one host, with a bind mount."""
     copy = shlex.quote(f"/run/{path.name}")
     path = shlex.quote(str(path))
     return f"cat > {copy} <<'END' && mount --bind {copy} {path}\n{content}\nEND", f"umount {path}"
@@ -91,7 +91,7 @@ def test_a_healthy_cluster_gets_no_warning(cluster, repo, tmp_path, script):
     print(f"{seconds:.0f} s")
 
 
-def test_by_ssh_it_runs_as_well_and_prints_a_table(cluster, repo, tmp_path):
+def test_it_also_runs_over_ssh_and_prints_a_table(cluster, repo, tmp_path):
     launcher = ["scripts/ssh/launch_torchrun_auto.sh", CONFIG, "1", "node01", "node02"]
     words = [*launcher, f"--checkpoint-dir={tmp_path}"]
     env = {"TRAIN_SCRIPT": "scripts/doctor.py"}
@@ -115,13 +115,13 @@ def test_a_blocked_port_under_torchrun_s_launcher(cluster, repo, tmp_path, injec
     inject("node01", *nft("tcp dport 15000-32767 ip saddr 10.77.0.12 drop", "input"))
     seconds, code, _, text = job(cluster, repo, tmp_path / "run", RUN)
     assert code and seconds < 60
-    told = r"error: node02: cannot connect to master node at 10.77.0.11:\d+: timed out"
-    assert re.search(told, text), text
+    expected = r"error: node02: cannot connect to master node at 10.77.0.11:\d+: timed out"
+    assert re.search(expected, text), text
 
 
 @pytest.mark.long  # the master's port alone is blocked above
 def test_free_ports_between_nodes_are_blocked(cluster, repo, tmp_path, inject):
-    """As on clusters that open but a few: the ranks meet, and gloo or NCCL then hangs."""
+    """As on clusters that open only a few: the ranks connect, but gloo or NCCL then hangs."""
     inject(
         "node01",
         *nft(
@@ -235,7 +235,7 @@ def test_a_node_that_loses_packets(cluster, repo, tmp_path, inject):
 
 DELAY = """
 import fcntl, heapq, os, select, socket, struct, subprocess, sys, time
-# Packets to the other nodes leave through a tunnel that we read, and go on 0.3 s later.
+# Packets to the other nodes leave through a tunnel that we read; we forward them 0.3 s later.
 tun = os.open("/dev/net/tun", os.O_RDWR)
 fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH", b"late", 0x1001))  # IFF_TUN | IFF_NO_PI
 for command in (
@@ -263,7 +263,7 @@ while True:
 
 
 @pytest.mark.long
-def test_a_node_that_is_far_away(racks, repo, tmp_path):
+def test_a_node_with_a_long_round_trip(racks, repo, tmp_path):
     """300 ms, by a relay of packets (this kernel's tc has no netem)."""
     address = "10.77.0.13"  # of the third
     relay = racks.start("rack02-n1", sys.executable, "-u", "-c", DELAY, address)

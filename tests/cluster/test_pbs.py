@@ -1,4 +1,4 @@
-"""The PBS launcher on two hosts, under the PBS that pbs.py simulates."""
+"""The PBS launcher on two hosts, with the PBS that pbs.py simulates."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The Slurm launchers on a real Slurm: who runs where. As the guide shows them: test_guide.py."""
+"""The Slurm launchers on a real Slurm: which rank runs where. The guide: test_guide.py."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_a_node_without_scontrol_as_in_a_container(cluster, repo, probe, launche
 
 
 def test_options_of_site_sh_reach_every_step(cluster, repo, tmp_path, probe):
-    """As --container-image of Pyxis would, which cannot be installed here."""
+    """As --container-image of Pyxis, which cannot be installed here."""
     site = repo / "scripts/site.sh"
     before = site.read_text()
     site.write_text(f"{before}\nsrun+=(--label)\n")
@@ -190,7 +190,7 @@ def test_dry_run_prints_the_command_and_runs_nothing(cluster, repo):
 
 
 @pytest.mark.long
-def test_two_jobs_on_one_node_at_once_do_not_meet(cluster, repo, tmp_path, options):
+def test_two_jobs_on_one_node_do_not_interfere(cluster, repo, tmp_path, options):
     jobs = []
     for name in "ab":
         words = ["--nodes=1", "--gpus-per-node=2", "--nodelist=node01", "run_distributed.slurm"]
@@ -249,7 +249,7 @@ def test_a_config_that_is_missing_is_named(cluster, repo):
 
 
 def started(cluster, repo, run, tiny, *words, runs=None) -> str:
-    """The id of a job in the middle of a training that would go on for long."""
+    """Start a job of a long training; returns its id once it trains."""
     options = [*tiny, "--epochs=2000", f"--checkpoint-dir={run}"]
     code, text = cluster.on("login", "sbatch", "--parsable", *words, *options, cwd=repo)
     assert code == 0, text
@@ -311,7 +311,7 @@ def test_tasks_of_an_array_are_requeued_one_by_one(cluster, repo, tmp_path, tiny
     "launcher", [LAUNCHERS[0], pytest.param(LAUNCHERS[1], marks=pytest.mark.long)]
 )
 def test_a_rank_that_fails_ends_the_job_and_its_node_is_named(cluster, repo, tmp_path, launcher):
-    script = tmp_path / "my_train.py"  # the others would wait for it for ever
+    script = tmp_path / "my_train.py"  # the others would wait for it forever
     script.write_text(
         "import os, socket, sys, time\n"
         "if socket.gethostname() == 'node02':\n"
@@ -334,7 +334,7 @@ def test_a_rank_that_fails_ends_the_job_and_its_node_is_named(cluster, repo, tmp
         pytest.param("racks", LAUNCHERS[0], marks=pytest.mark.long),
     ],
 )
-def test_a_cancelled_job_leaves_nothing(request, repo, tmp_path, tiny, cluster_name, launcher):
+def test_a_cancelled_job_leaves_no_process(request, repo, tmp_path, tiny, cluster_name, launcher):
     where = request.getfixturevalue(cluster_name)
     shape = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
     words = [*shape, f"--output={tmp_path}/out", launcher]

@@ -1,4 +1,4 @@
-"""The ssh launchers through real sshds, when something goes wrong; else: test_guide.py."""
+"""The ssh launchers with real sshds: quoting, signals, failures. Normal runs: test_guide.py."""
 
 import json
 import os
@@ -17,7 +17,7 @@ CONFIG = "configs/default_config.yaml"
 AUTO = "scripts/ssh/launch_torchrun_auto.sh"
 PDSH = "scripts/ssh/launch_pdsh_multinode.sh"
 TWO_NODES = {"node01": "0-1", "node02": "2-3"}
-GRACE = 30  # s, for a last save when the launcher has gone; what must end sooner takes about 5
+GRACE = 30  # seconds for a last save after the launcher was killed; in other cases it is 5
 
 
 def words_of(launcher: str) -> list[str]:
@@ -26,7 +26,7 @@ def words_of(launcher: str) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", [AUTO, PDSH])
-def test_whatever_is_in_a_name_or_value_arrives_as_it_was(cluster, repo, probe, launcher):
+def test_names_and_values_with_special_characters_arrive_unchanged(cluster, repo, probe, launcher):
     config = repo / "configs" / 'it\'s "mine" $HOME 100%.yaml'
     shutil.copy(repo / CONFIG, config)
     words = words_of(launcher)
@@ -37,7 +37,7 @@ def test_whatever_is_in_a_name_or_value_arrives_as_it_was(cluster, repo, probe, 
     code, text = cluster.on("login", *words, *more, cwd=repo, **env)
     assert code == 0, text
     logs = [(repo / f"logs/node_{host}.log").read_text() for host in TWO_NODES]
-    assert (probed(text) == probed(logs[0])) == (launcher == AUTO)  # node rank 0 is on the screen
+    assert (probed(text) == probed(logs[0])) == (launcher == AUTO)  # ssh prints node rank 0 only
     latest = repo / "logs/distributed_training/latest_node1.log"
     assert latest.is_symlink() and probed(latest.read_text()) == probed(logs[1])
     records = probed("".join(logs))
@@ -49,7 +49,7 @@ def test_whatever_is_in_a_name_or_value_arrives_as_it_was(cluster, repo, probe, 
         assert record["quoted"] == env["QUOTED"]
 
 
-def test_variables_of_the_host_and_the_session_stay_there(cluster, repo, tmp_path):
+def test_variables_of_the_host_and_the_session_are_not_forwarded(cluster, repo, tmp_path):
     script = tmp_path / "environment.py"
     script.write_text("import json, os\nprint('ENV', json.dumps(dict(os.environ)), flush=True)\n")
     private = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SLURM_JOB_ID", "SSH_AUTH_SOCK"]
@@ -135,11 +135,11 @@ def test_secrets_do_not_show_on_any_command_line(cluster, repo, tmp_path):
     assert "s3cr3t" not in text + "".join(seen)
 
 
-# ------------------------------------------------------------------------ when something goes wrong
+# --------------------------------------------------------------------------- signals and failures
 
 
 def long_run(cluster, repo, tmp_path, tiny, launcher):
-    """A launch in the middle of a training that would go on for long."""
+    """Start a long training; returns the launch once it trains."""
     run = [f"--checkpoint-dir={tmp_path / 'run'}", *tiny, "--epochs=2000"]
     launch = cluster.start("login", *words_of(launcher), *run, cwd=repo)
     metrics = tmp_path / "run/metrics.jsonl"
@@ -153,7 +153,7 @@ def end_of(launch) -> str:
 
 
 def press_ctrl_c(launch) -> None:
-    os.killpg(launch.pid, signal.SIGINT)  # a terminal sends it to all in the foreground
+    os.killpg(launch.pid, signal.SIGINT)  # as a terminal does, to the process group
 
 
 def one_process(cluster, host: str, pattern: str) -> int:
@@ -163,7 +163,7 @@ def one_process(cluster, host: str, pattern: str) -> int:
 
 
 @pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
-def test_ctrl_c_saves_and_stops_all_nodes_and_the_same_command_goes_on(
+def test_ctrl_c_saves_and_stops_all_nodes_and_the_same_command_resumes(
     cluster, repo, tmp_path, tiny, launcher
 ):
     launch = long_run(cluster, repo, tmp_path, tiny, launcher)
@@ -230,7 +230,7 @@ def test_a_terminal_that_closes_stops_and_saves_but_not_under_nohup(cluster, rep
     assert "Stopped at step " in end_of(launch) and launch.returncode == 0
 
 
-def test_logs_that_cannot_be_written_are_said_before_anything_starts(cluster, tmp_path):
+def test_an_unwritable_log_directory_is_reported_before_anything_starts(cluster, tmp_path):
     copy = tmp_path / "repo"
     shutil.copytree(REPO / "scripts", copy / "scripts")
     (copy / "logs").touch()
@@ -240,7 +240,7 @@ def test_logs_that_cannot_be_written_are_said_before_anything_starts(cluster, tm
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", [AUTO, PDSH])
-def test_a_second_ctrl_c_ends_what_does_not_stop(cluster, stubborn, launcher):
+def test_a_second_ctrl_c_kills_processes_that_do_not_stop(cluster, stubborn, launcher):
     launch = stubborn(launcher)
     press_ctrl_c(launch)
     time.sleep(8)
@@ -271,13 +271,13 @@ def wakeups(pid: int) -> int:
 
 
 def test_only_what_a_launch_has_started_is_killed(cluster, stubborn):
-    """Not what has the same name on the same host, such as another training."""
+    """Another process with the same name on the same host, such as another training, is not."""
     other = cluster.start("node02", "sleep", "1001")
     launch = stubborn(AUTO)
     launcher = one_process(cluster, "login", r"scripts/ssh/launch.py node01 node02")
     before = wakeups(launcher)
     time.sleep(2)
-    assert wakeups(launcher) - before < 5  # the login node has nothing to do meanwhile
+    assert wakeups(launcher) - before < 5  # the launcher does not poll
     for _ in range(2):
         press_ctrl_c(launch)
         time.sleep(0.5)
@@ -287,7 +287,7 @@ def test_only_what_a_launch_has_started_is_killed(cluster, stubborn):
     other.communicate()
 
 
-def test_a_torchrun_that_is_killed_leaves_nothing_on_any_node(cluster, stubborn):
+def test_killing_torchrun_leaves_no_process_on_any_node(cluster, stubborn):
     launch = stubborn(AUTO)
     os.kill(one_process(cluster, "node02", "-m torch.distributed.run"), signal.SIGKILL)
     killed = time.monotonic()
@@ -298,7 +298,7 @@ def test_a_torchrun_that_is_killed_leaves_nothing_on_any_node(cluster, stubborn)
 
 
 @pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
-def test_a_killed_launcher_leaves_nothing(cluster, repo, tmp_path, tiny, launcher):
+def test_a_killed_launcher_leaves_no_process(cluster, repo, tmp_path, tiny, launcher):
     launch = long_run(cluster, repo, tmp_path, tiny, launcher)
     launch.kill()
     cluster.assert_nothing_left(2 * GRACE)
@@ -307,7 +307,7 @@ def test_a_killed_launcher_leaves_nothing(cluster, repo, tmp_path, tiny, launche
 
 
 @pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
-def test_a_launcher_that_is_killed_at_its_start_leaves_nothing(cluster, repo, tmp_path, launcher):
+def test_a_launcher_killed_while_it_starts_leaves_no_process(cluster, repo, tmp_path, launcher):
     script, started = tmp_path / "script.py", tmp_path / "started"
     script.write_text(f"import time\nopen({str(started)!r}, 'w').close()\ntime.sleep(1000)\n")
     env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "MASTER_PORT": "23456"}
@@ -321,7 +321,7 @@ def test_a_launcher_that_is_killed_at_its_start_leaves_nothing(cluster, repo, tm
 
 
 @pytest.mark.long
-def test_a_lost_connection_leaves_nothing_on_the_node(cluster, stubborn):
+def test_a_lost_connection_leaves_no_process_on_the_node(cluster, stubborn):
     launch = stubborn(AUTO)
     os.kill(one_process(cluster, "node02", "^sshd: "), signal.SIGKILL)
     text = end_of(launch)
@@ -333,7 +333,7 @@ def test_a_lost_connection_leaves_nothing_on_the_node(cluster, stubborn):
 def test_a_node_whose_node_py_is_killed_stops(cluster, repo, tmp_path, tiny):
     launch = long_run(cluster, repo, tmp_path, tiny, AUTO)
     found = [p.pid for p in cluster.processes() if p.host == "node02" and "/node.py" in p.line]
-    os.kill(min(found), signal.SIGKILL)  # the other kills what this one leaves
+    os.kill(min(found), signal.SIGKILL)  # the other process kills what this one leaves behind
     assert len(found) == 2
     assert "error: node02 failed (exit code " in end_of(launch)
     cluster.assert_nothing_left(2 * GRACE)
@@ -341,7 +341,7 @@ def test_a_node_whose_node_py_is_killed_stops(cluster, repo, tmp_path, tiny):
 
 @pytest.fixture
 def slow_to_save(cluster, repo, tmp_path):
-    """Starts a script that saves, on two nodes, and waits until all ranks listen."""
+    """Starts a script that is slow to save, on two nodes, and waits until all ranks are ready."""
     script = tmp_path / "slow_to_save.py"
     script.write_text(SLOW_TO_SAVE)
     logs = [repo / f"logs/node_{host}.log" for host in TWO_NODES]
@@ -377,7 +377,7 @@ def test_there_is_time_for_a_last_save(cluster, slow_to_save, tmp_path, way):
 
 
 @pytest.mark.long
-def test_a_node_that_fails_while_others_save_lets_them(cluster, slow_to_save, tmp_path):
+def test_a_node_that_fails_while_others_save_does_not_stop_them(cluster, slow_to_save, tmp_path):
     launch = slow_to_save(FAILING="2 3", SAVE_SECONDS="2")
     press_ctrl_c(launch)
     assert "error: node02 failed (exit code 1)" in end_of(launch)
@@ -385,7 +385,7 @@ def test_a_node_that_fails_while_others_save_lets_them(cluster, slow_to_save, tm
 
 
 @pytest.mark.long
-def test_an_ssh_that_hangs_keeps_nobody_waiting_for_ever(cluster, stubborn):
+def test_an_ssh_that_hangs_does_not_block_the_launcher(cluster, stubborn):
     launch = stubborn(AUTO)
     daemon = one_process(cluster, "node02", "^sshd: ")
     os.kill(daemon, signal.SIGSTOP)
@@ -402,17 +402,17 @@ def test_an_ssh_that_hangs_keeps_nobody_waiting_for_ever(cluster, stubborn):
 
 
 @pytest.mark.long
-def test_what_starts_a_node_and_is_ended_is_no_success(cluster, stubborn):
+def test_killing_the_process_that_connects_to_a_node_is_an_error(cluster, stubborn):
     launch = stubborn(AUTO)
     os.kill(one_process(cluster, "login", "--connect .* node02 1$"), signal.SIGTERM)
     text = end_of(launch)
-    # Whichever the launcher notices first, the process that has ended or the lost connection.
+    # 143 or 255: the launcher may notice the killed process or the lost connection first.
     assert launch.returncode in (143, 255) and "error: node02 failed (exit code " in text
     cluster.assert_nothing_left(40)  # GONE_SECONDS and some more
 
 
 @pytest.mark.long
-def test_a_pdsh_that_is_ended_is_no_success(cluster, stubborn):
+def test_killing_pdsh_is_an_error(cluster, stubborn):
     launch = stubborn(PDSH)
     os.kill(one_process(cluster, "login", "^pdsh "), signal.SIGKILL)
     text = end_of(launch)
@@ -420,7 +420,7 @@ def test_a_pdsh_that_is_ended_is_no_success(cluster, stubborn):
     cluster.assert_nothing_left()
 
 
-def test_the_last_lines_get_through_though_they_are_read_late(cluster, repo, tmp_path):
+def test_the_last_lines_are_not_lost_if_they_are_read_late(cluster, repo, tmp_path):
     script, done = tmp_path / "much.py", tmp_path / "done"
     much = "for line in range(60_000): print(f'line {line} {80 * \"-\"}')"
     script.write_text(f"import sys\n{much}\nsys.stdout.flush()\nopen({str(done)!r}, 'w').close()\n")
@@ -438,12 +438,12 @@ def test_the_last_lines_get_through_though_they_are_read_late(cluster, repo, tmp
 
 
 @pytest.mark.long
-def test_a_setpriv_that_knows_no_pdeathsig(cluster, repo, tmp_path, probe):
-    """That of util-linux 2.32, RHEL 8's."""
+def test_a_setpriv_without_pdeathsig(cluster, repo, tmp_path, probe):
+    """As in util-linux 2.32, on RHEL 8."""
     old = tmp_path / "bin/setpriv"
     old.parent.mkdir()
-    said = "setpriv: unrecognized option '--pdeathsig'"
-    old.write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
+    error = "setpriv: unrecognized option '--pdeathsig'"
+    old.write_text(f'#!/bin/sh\necho "{error}" >&2\nexit 1\n')
     old.chmod(0o755)
     env = {"PATH": f"{old.parent}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
     train = ["scripts/cluster_train.sh", CONFIG, f"--to={tmp_path}"]
@@ -459,7 +459,7 @@ def test_a_setpriv_that_knows_no_pdeathsig(cluster, repo, tmp_path, probe):
 
 
 @pytest.mark.long
-def test_a_node_that_has_saved_waits_for_another_however_often_it_is_told(cluster, repo, tmp_path):
+def test_a_node_that_has_saved_waits_for_the_other_after_repeated_signals(cluster, repo, tmp_path):
     script = tmp_path / "slow_to_save.py"
     script.write_text(SLOW_TO_SAVE)
     env = {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "2"}
@@ -478,7 +478,7 @@ def test_a_node_that_has_saved_waits_for_another_however_often_it_is_told(cluste
     assert len([*tmp_path.glob("saved*")]) == 4
 
 
-def test_a_rank_that_dies_ends_all_and_its_node_is_named(cluster, repo, tmp_path, tiny):
+def test_a_rank_that_dies_stops_all_nodes_and_its_node_is_named(cluster, repo, tmp_path, tiny):
     launch = long_run(cluster, repo, tmp_path, tiny, AUTO)
     (rank,) = [
         process.pid
@@ -558,7 +558,7 @@ def broken(cluster, repo, tmp_path_factory):
         ("unknown", 255, "nohost: "),
     ],
 )
-def test_what_is_wrong_with_one_node_is_said_and_stops_all(
+def test_a_fault_on_one_node_is_reported_and_stops_all_nodes(
     cluster, repo, tmp_path, options, broken, launcher, what, code, message
 ):
     broken = {"hosts": ["node01", "node02"], "env": {}} | broken[what]()
@@ -592,7 +592,7 @@ def node_py(cluster, repo, requests: str, **env):
 
 
 @pytest.mark.parametrize("requests", ["true", "printf '{}'", "request sleep 60"])
-def test_a_node_that_starts_when_its_launcher_has_gone_ends_at_once(cluster, repo, requests):
+def test_a_node_that_starts_after_its_launcher_has_exited_exits_at_once(cluster, repo, requests):
     node = node_py(cluster, repo, requests)
     assert node.communicate(timeout=GRACE) == ("", None)
     assert node.returncode == 128 + signal.SIGTERM
@@ -600,10 +600,12 @@ def test_a_node_that_starts_when_its_launcher_has_gone_ends_at_once(cluster, rep
 
 
 @pytest.mark.parametrize(
-    ("last_words", "env"), [("echo end; sleep 60", {}), ("true", {"ATTEMPT": "1"})]
+    ("ending", "env"), [("echo end; sleep 60", {}), ("true", {"ATTEMPT": "1"})]
 )
-def test_all_that_a_command_has_left_is_killed_soon(cluster, repo, tmp_path, last_words, env):
-    """After `end`; under supervise.py also when the launcher has gone: it starts the next one."""
+def test_processes_that_a_command_leaves_behind_are_killed_soon(
+    cluster, repo, tmp_path, ending, env
+):
+    """After `end`; under supervise.py, which restarts, also when the launcher has exited."""
     script, go_on = tmp_path / "leave.sh", tmp_path / "go on"
     script.write_text(
         "trap '' TERM\n"
@@ -612,13 +614,13 @@ def test_all_that_a_command_has_left_is_killed_soon(cluster, repo, tmp_path, las
         "wait\n"
     )
     wait = f"until [[ -e {str(go_on)!r} ]]; do sleep 0.1; done"
-    node = node_py(cluster, repo, f"request bash {script}; {wait}; {last_words}", **env)
+    node = node_py(cluster, repo, f"request bash {script}; {wait}; {ending}", **env)
     wait_until(lambda: sum("sleep 1000" in p.line for p in cluster.processes()) == 2, node)
     go_on.touch()
     assert node.wait(timeout=GRACE - 5) == 137
     assert not [p for p in cluster.processes() if "sleep 1000" in p.line]
     for process in cluster.processes():
-        os.kill(process.pid, signal.SIGKILL)  # of last_words
+        os.kill(process.pid, signal.SIGKILL)  # the `sleep 60` of ending
     node.communicate()
 
 
@@ -643,8 +645,10 @@ def test_a_busy_port_is_skipped_or_an_error(cluster, repo):
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", [AUTO, "slurm_train_multinode.sh"])
-def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, options, check, launcher):
-    """Debian's way; gloo would listen there, where nobody else can reach it."""
+def test_hosts_whose_own_name_resolves_to_127_0_1_1(
+    cluster, repo, tmp_path, options, check, launcher
+):
+    """As on Debian. Gloo would listen on that address, which no other host can reach."""
     for host in TWO_NODES:
         names = (cluster.directory / "etc-hosts").read_text()
         path = tmp_path / host
@@ -667,7 +671,7 @@ def test_hosts_that_know_themselves_as_127_0_1_1(cluster, repo, tmp_path, option
 
 @pytest.fixture
 def ipv6():
-    """Two nodes with IPv6 addresses only, fd00:77::11 and ...::12; of this test alone."""
+    """Two nodes with IPv6 addresses only, fd00:77::11 and ...::12, for one test."""
     cluster = Cluster(Path(f"/tmp/ipv6-{os.getpid()}"), 2, 8)
     addresses = {"login": "fd00:77::1", "node01": "fd00:77::11", "node02": "fd00:77::12"}
     for host, address in addresses.items():
@@ -685,8 +689,8 @@ def ipv6():
 @pytest.mark.parametrize(
     "own_name", ["127.0.1.1", pytest.param("fd00:77::1", marks=pytest.mark.long)]
 )
-def test_hosts_that_have_ipv6_addresses_only(ipv6, repo, tmp_path, options, check, own_name):
-    """They know themselves by an address that others reach, or as 127.0.1.1."""
+def test_hosts_with_ipv6_addresses_only(ipv6, repo, tmp_path, options, check, own_name):
+    """Their own names resolve to an address that others reach, or to 127.0.1.1."""
     for host in TWO_NODES:
         file = ipv6.directory / f"names-{host}"
         names = file.read_text()
@@ -710,7 +714,7 @@ def test_hosts_that_have_ipv6_addresses_only(ipv6, repo, tmp_path, options, chec
 
 
 def test_a_master_address_that_is_translated(cluster, repo, probe):
-    """As with NAT or a service address: no host has it, but it leads to node01."""
+    """As with NAT or a service address: no host has it, but packets to it reach node01."""
     for host in TWO_NODES:
         rule = "add table ip test; add chain ip test out { type nat hook output priority 0; }; "
         rule += "add rule ip test out ip daddr 203.0.113.7 dnat to 10.77.0.11"
@@ -726,7 +730,7 @@ def test_a_master_address_that_is_translated(cluster, repo, probe):
     assert code == 0 and len(probed(text)) == 2, text
 
 
-def test_mistakes_in_the_call(cluster, repo):
+def test_wrong_arguments_are_reported_in_one_line(cluster, repo):
     for words, message in (
         ([AUTO, CONFIG, "node01", "node02"], "'node01' is not a number of GPUs"),
         ([AUTO, CONFIG, "2"], "the arguments are CONFIG GPUS_PER_NODE HOST ... [options]"),
@@ -765,7 +769,7 @@ def test_a_dry_run_prints_a_command_that_can_be_pasted(cluster, repo, probe, lau
     assert [record["argv"][-2:] for record in records] == [["--mine", "it's"]] * 4
 
 
-def test_the_smoke_check_says_why_it_fails(cluster, repo):
+def test_the_smoke_test_says_why_it_fails(cluster, repo):
     code, text = cluster.on("node01", "scripts/test_distributed.sh", cwd=repo, BACKEND="nccl")
     assert code == 1
     last = text.splitlines()[-1]
@@ -773,7 +777,7 @@ def test_the_smoke_check_says_why_it_fails(cluster, repo):
 
 
 @pytest.mark.long
-def test_the_smoke_check_finds_a_resume_that_is_not_exact(cluster, repo, tmp_path):
+def test_the_smoke_test_finds_a_resume_that_is_not_exact(cluster, repo, tmp_path):
     script = tmp_path / "my_train.py"
     script.write_text(
         f"import sys, torch\n"

@@ -1,4 +1,4 @@
-"""A Slurm job survives signals, time limits, preemption, requeueing and the loss of a node."""
+"""Slurm jobs: signals, time limits, preemption, requeue, lost nodes."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ import torch
 from harness import LONG, SLOW_DISK, assert_same_state, train
 
 TORCHRUN, SRUN = "run_distributed.slurm", "slurm_train_multinode.sh"
-EPOCHS = 60 if LONG else 20  # of 5 steps: long enough to be interfered with
+EPOCHS = 60 if LONG else 20  # of 5 steps: long enough to interrupt
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def untouched(tmp_path_factory, long_options):
 
 @pytest.fixture
 def slow_disk(tmp_path) -> str:
-    """For sbatch: a disk that takes 13 s, of KillWait's 20, after the training got a signal."""
+    """For sbatch: after a signal, a write takes 13 s (KillWait is 20 s)."""
     training = "'-m' not in sys.orig_argv and 'train_distributed.py' in sys.orig_argv"
     code = SLOW_DISK.format(seconds=13).replace("True", training, 1)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{code}")
@@ -38,7 +38,7 @@ def slow_disk(tmp_path) -> str:
 
 
 class Job:
-    """A training in sbatch on two nodes of two."""
+    """A training as a job of two nodes with two GPUs each."""
 
     def __init__(self, cluster, repo, run, style, options, *flags):
         self.cluster, self.run = cluster, run
@@ -75,18 +75,18 @@ class Job:
         return answer
 
     def wait_for_training(self, beyond=0) -> None:
-        """Some steps of an attempt that began beyond that step, on a saved checkpoint."""
+        """Wait until an attempt has saved a checkpoint 20 steps after that step."""
 
         self.wait(lambda: self.status().get("saved_step", 0) > beyond + 20)
 
     def end(self, seconds=180) -> str:
-        """Its last state. A job that was requeued begins after 3 s, not after a penalty."""
+        """Wait for the end; returns the state. A requeued job starts after 3 s, not minutes."""
         hurried = False
 
         def ended():
             nonlocal hurried
             state = self.facts()["JobState"]
-            if state == "PENDING" and not hurried:  # at once, Slurm would find it revoked
+            if state == "PENDING" and not hurried:  # repeated until Slurm accepts it
                 soon = f"JobId={self.id}", "StartTime=now+3"
                 hurried = self.cluster.on("login", "scontrol", "update", *soon)[0] == 0
             return state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL") and state
@@ -100,7 +100,7 @@ class Job:
         return [json.loads(line) for line in (self.run / "attempts.jsonl").read_text().splitlines()]
 
 
-def is_as_untouched(job, untouched) -> None:
+def assert_same_end(job, untouched) -> None:
     end = torch.load(job.run / f"checkpoint_epoch_{EPOCHS}.pt", weights_only=True)
     assert_same_state(end, untouched)
     assert job.status()["state"] == "finished"
@@ -154,12 +154,12 @@ def test_a_job_asked_to_stop_is_requeued_loses_no_step_and_ends_the_same(
     assert (first["cause"], first["recomputed"]) == ("stopped", 0)
     assert last["start_step"] == stopped["global_step"]
     assert job.facts()["Restarts"] == "1"
-    is_as_untouched(job, untouched)
+    assert_same_end(job, untouched)
 
 
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
-def test_scancel_saves_and_the_job_does_not_come_back(
+def test_scancel_saves_and_the_job_is_not_requeued(
     cluster, repo, tmp_path, long_options, untouched, style
 ):
     job = Job(cluster, repo, tmp_path / "run", style, long_options)
@@ -172,12 +172,12 @@ def test_scancel_saves_and_the_job_does_not_come_back(
     again = Job(cluster, repo, tmp_path / "run", style, long_options)
     assert again.end() == "COMPLETED", again.output()
     assert f"at step {status['global_step']}\n" in again.output()
-    is_as_untouched(again, untouched)
+    assert_same_end(again, untouched)
     assert job.facts()["Restarts"] == "0"
 
 
 @long
-def test_a_job_that_cannot_save_in_time_is_requeued_all_the_same(
+def test_a_job_that_cannot_save_in_time_is_still_requeued(
     cluster, repo, tmp_path, long_options, untouched
 ):
     job = Job(
@@ -189,12 +189,12 @@ def test_a_job_that_cannot_save_in_time_is_requeued_all_the_same(
     assert job.end() == "COMPLETED", job.output()
     assert [attempt["cause"] for attempt in job.attempts()] == ["killed", "finished"]
     assert job.facts()["Restarts"] == "1"
-    is_as_untouched(job, untouched)
+    assert_same_end(job, untouched)
 
 
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
-def test_a_killed_supervisor_costs_the_job_but_no_step(
+def test_killing_the_supervisor_ends_the_job_but_loses_no_step(
     cluster, repo, tmp_path, long_options, untouched, style, slow_disk
 ):
     job = Job(cluster, repo, tmp_path / "run", style, long_options, slow_disk)
@@ -209,13 +209,11 @@ def test_a_killed_supervisor_costs_the_job_but_no_step(
     assert again.end() == "COMPLETED", again.output()
     assert [attempt["recomputed"] for attempt in again.attempts()] == [0, 0]
     assert again.attempts()[-1]["start_step"] == step
-    is_as_untouched(again, untouched)
+    assert_same_end(again, untouched)
 
 
 @long
-def test_a_killed_rank_costs_a_relaunch_and_nothing_else(
-    cluster, repo, tmp_path, long_options, untouched
-):
+def test_a_killed_rank_only_causes_a_restart(cluster, repo, tmp_path, long_options, untouched):
     job = Job(cluster, repo, tmp_path / "run", TORCHRUN, long_options)
     job.wait_for_training()
     victim = next(rank for rank in ranks_on(cluster) if rank.host == "node02")
@@ -226,10 +224,10 @@ def test_a_killed_rank_costs_a_relaunch_and_nothing_else(
     assert job.end() == "COMPLETED", job.output()
     assert [attempt["cause"] for attempt in job.attempts()] == ["killed", "finished"]
     assert "goodput" in job.output()
-    is_as_untouched(job, untouched)
+    assert_same_end(job, untouched)
 
 
-# --------------------------------------------------------------------- what takes a minute or more
+# ------------------------------------------------------------------ tests of a minute or more
 
 
 @long
@@ -252,7 +250,7 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
 @pytest.mark.parametrize("where", ["cluster", "racks"])
-def test_a_preempted_job_saves_comes_back_and_ends_the_same(
+def test_a_preempted_job_saves_is_requeued_and_ends_the_same(
     request, repo, tmp_path, long_options, untouched, where, style, slow_disk
 ):
     cluster = request.getfixturevalue(where)
@@ -272,15 +270,15 @@ def test_a_preempted_job_saves_comes_back_and_ends_the_same(
     first, last = job.attempts()
     assert (first["cause"], first["reason"], first["recomputed"]) == ("stopped", "SIGTERM", 0)
     assert last["start_step"] == stopped["global_step"]
-    is_as_untouched(job, untouched)
+    assert_same_end(job, untouched)
 
 
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
-def test_a_node_that_is_cut_off_is_left_out_and_writes_nothing_more(
+def test_a_disconnected_node_is_excluded_and_writes_nothing_more(
     repo, tmp_path, tiny, lossy, style
 ):
-    """Its ranks run on; the job goes on without them, bit for bit the same with --reproducible."""
+    """Its ranks keep running; the job continues without them, with the same weights in the end."""
     more = ["--epochs=200", "--global-batch-size=48", "--checkpoint-every-steps=10"]
     options = [*tiny, *more, "--reproducible", "--hang-timeout=20"]
     job = Job(lossy, repo, tmp_path / "run", style, options)
@@ -294,7 +292,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_writes_nothing_more(
         print(json.dumps(attempts, indent=1))
         assert "node lost" in {attempt["cause"] for attempt in attempts}
         assert attempts[-1]["hosts"] == ["node01"] and attempts[-1]["world_size"] == 2
-        print(f"cut off to next attempt: {attempts[-1]['start'] - cut:.0f} s")
+        print(f"from the disconnection to the next attempt: {attempts[-1]['start'] - cut:.0f} s")
     finally:
         subprocess.run([*on, "ip", "link", "set", "node02", "up"], env=lossy.env, check=True)
     straight = train(tmp_path / "straight", 1, *options, timeout=600)

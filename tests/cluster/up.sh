@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Brings up a real cluster on this machine: Slurm (slurmctld, munge, a slurmd on each node), an sshd
+# Starts a real cluster on this machine: Slurm (slurmctld, munge, a slurmd on each node), an sshd
 # on each node, pdsh. A node is a network, host name and mount namespace of its own; all share this
-# machine's files. Nothing outside of the namespaces is touched. Take it down with down.sh.
+# machine's files. Nothing outside of the namespaces is changed. down.sh stops the cluster.
 #
 # Usage: tests/cluster/up.sh [nodes] [GPU slots per node]      (2 nodes of 8, as root, on Debian)
 #
 # Environment:
 #   CLUSTER    its directory: pids, logs, keys, configuration    [/tmp/cluster]
-#   NAMES      of the nodes, instead of node01 node02 ...         []
-#   CPUS       cores that a node claims; Slurm binds tasks to them if they are not more than there are  [64]
+#   NAMES      names of the nodes, instead of node01 node02 ...  []
+#   CPUS       cores that each node reports; Slurm binds tasks to cores if the machine has that many  [64]
 #   PROCTRACK  how Slurm finds a job's processes: linuxproc or cgroup    [linuxproc]
-#   SILENCE    seconds after which Slurm takes a silent node for lost    [300]
-#   SLURM_ROOT a directory of newer_slurm.sh, whose Slurm runs in place of this machine's    []
+#   SILENCE    seconds without contact after which Slurm marks a node as down  [300]
+#   SLURM_ROOT directory made by newer_slurm.sh: runs its Slurm instead of this machine's    []
 #
 # Examples:
 #   tests/cluster/up.sh 2 && tests/cluster/on.sh login sinfo
@@ -49,10 +49,10 @@ check() {
   done
   [[ ${#missing[@]} -eq 0 ]] ||
     fail "no ${missing[*]}: apt-get install slurm-wlm munge openssh-server pdsh iproute2"
-  [[ ! -e "$CLUSTER" ]] || fail "$CLUSTER exists: is a cluster up? take it down with down.sh"
+  [[ ! -e "$CLUSTER" ]] || fail "$CLUSTER exists: is a cluster running? stop it with down.sh"
 }
 
-# make_host NAME ADDRESS: a namespace that lasts as long as a sleeping process in it.
+# make_host NAME ADDRESS: creates the namespaces of a host, which a sleeping process keeps alive.
 make_host() {
   setsid unshare --net --uts --mount sleep infinity &>/dev/null &
   echo "$!" >"$CLUSTER/hosts/$1"
@@ -78,7 +78,7 @@ make_host() {
   "$on" "$1" ip link set eth0 up
 }
 
-# name ADDRESS NAME: in /etc/hosts; as PyTorch asks for it too, which would warn of an address without.
+# name ADDRESS NAME: adds lines to /etc/hosts, also for the mapped IPv6 address: without, PyTorch warns.
 name() {
   printf '%s %s\n' "$1" "$2" "::ffff:$1" "$2" >>"$CLUSTER/etc-hosts"
 }
@@ -109,7 +109,7 @@ configure_slurm() {
   names="$(IFS=, && echo "$*")"
   mkdir "$CLUSTER/state" "$CLUSTER/spool" "$CLUSTER/gpus"
   for ((slot = 0; slot < slots; slot++)); do
-    mknod "$CLUSTER/gpus/gpu$slot" c 1 3 # Slurm wants real devices: /dev/null under other names
+    mknod "$CLUSTER/gpus/gpu$slot" c 1 3 # Slurm needs real devices: /dev/null under other names
   done
   echo "Name=gpu File=$CLUSTER/gpus/gpu[0-$((slots - 1))]" >"$CLUSTER/gres.conf"
   cat >"$CLUSTER/slurm.conf" <<END
@@ -179,7 +179,7 @@ main() {
   local nodes="${1:-2}" slots="${2:-8}" hosts=() number
   check
   mkdir -p "$CLUSTER/hosts" "$CLUSTER/tmp"
-  trap '"$here/down.sh"' EXIT # unless all goes well
+  trap '"$here/down.sh"' EXIT # if anything fails
   for ((number = 1; number <= nodes; number++)); do
     hosts+=("$(printf 'node%02d' "$number")")
   done

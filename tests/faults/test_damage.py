@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint's file: it is noticed and named, and the one before is used."""
+"""Damaged checkpoint files are detected and named, and the previous checkpoint is used."""
 
 import random
 import shutil
@@ -45,7 +45,7 @@ MUTATIONS = [flip, truncate, zero, delete, append, older]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, tiny):
-    """A run with the checkpoints 1, 2 and 3, and what is in the last two."""
+    """A run with the checkpoints 1, 2 and 3, and the content of the last two."""
     options = [*tiny, "--epochs=3", "--batch-size=64"]
     run = train(tmp_path_factory.mktemp("good") / "run", 1, *options)
     return run, run.checkpoint("checkpoint_epoch_2"), run.checkpoint("checkpoint_epoch_3")
@@ -61,15 +61,15 @@ def test_a_mutation_is_named_and_the_checkpoint_before_is_used_or_nothing_has_ch
     newest = directory / "checkpoint_epoch_3.pt"
     mutate(newest, draw)
     cfg = train_distributed.parse_config([f"--checkpoint-dir={directory}"])
-    chosen = train_distributed.find_checkpoint(cfg, train_distributed.RunDirectory(directory))
-    state = train_distributed.load_checkpoint(chosen)
+    path = train_distributed.find_checkpoint(cfg, train_distributed.RunDirectory(directory))
+    state = train_distributed.load_checkpoint(path)
     warning = capsys.readouterr().err
-    print(f"seed {seed}, {mutate.__name__}: {chosen.name}, {warning}")
-    if chosen == newest:
+    print(f"seed {seed}, {mutate.__name__}: {path.name}, {warning}")
+    if path == newest:
         assert mutate in (flip, append) and warning == "" and state["config"] == third["config"]
         assert_same_state(state, third)
     else:
-        assert chosen.name == "checkpoint_epoch_2.pt"
+        assert path.name == "checkpoint_epoch_2.pt"
         assert_same_state(state, second)
         named = warning.startswith(f"WARNING: skipped: {newest} on ")
         assert named or mutate in (delete, older)  # older: the two are the same, step 2

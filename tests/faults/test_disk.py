@@ -1,4 +1,4 @@
-"""A full disk: named, training goes on, nothing lost. A run directory that cannot be written."""
+"""Full and read-only disks: the error is named, training goes on, no saved file is lost."""
 
 import os
 import re
@@ -52,10 +52,10 @@ def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(tiny, sma
     train_distributed.sync = sync
     """
     run = train(run_directory, 2, *options, before=free)
-    told = [line for line in run.err[0].splitlines() if "No space left on device" in line]
-    assert len(told) == 1 and "; is the disk full? (" in told[0]
-    assert told[0].endswith("No space left on device); training goes on")
-    assert f"cannot write {run_directory}/checkpoint_step_9.pt" in told[0]
+    warnings = [line for line in run.err[0].splitlines() if "No space left on device" in line]
+    assert len(warnings) == 1 and "; is the disk full? (" in warnings[0]
+    assert warnings[0].endswith("No space left on device); training goes on")
+    assert f"cannot write {run_directory}/checkpoint_step_9.pt" in warnings[0]
     assert run.checkpoints() == {
         *("checkpoint_step_3", "checkpoint_step_6", "checkpoint_step_12", "checkpoint_epoch_1")
     }

@@ -1,4 +1,4 @@
-"""The trainer alone, if it hangs: each rank prints its stacks and exits."""
+"""Hangs of the trainer without guard.py: each rank prints its stacks and exits."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ TIMEOUT = 5
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_the_others_of_a_stopped_rank_print_their_stacks_and_exit(tmp_path, tiny, rank):
+def test_ranks_that_wait_for_a_stopped_rank_print_their_stacks_and_exit(tmp_path, tiny, rank):
     ended = []
 
     def during(processes):

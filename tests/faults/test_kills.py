@@ -1,4 +1,4 @@
-"""SIGKILL, anywhere, again and again: no sample lost or repeated, and the same model in the end."""
+"""Repeated SIGKILL at random moments: each sample is used once, and the final model is the same."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ import train_distributed
 
 
 def newest_save(run: Path) -> float:
-    """When that was; 0 before the first."""
+    """The time of the newest save; 0 before the first."""
     with suppress(FileNotFoundError):  # the trainer deletes old ones
         return max((path.stat().st_mtime for path in run.glob("checkpoint_*.pt")), default=0.0)
     return 0.0
@@ -59,8 +59,8 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
         result = launch(run, 1, *options, during=kill)
         assert result.codes == [-signal.SIGKILL], result.err
         inside += any(run.glob(".*.tmp"))
-        chosen = train_distributed.find_checkpoint(cfg, train_distributed.RunDirectory(run))
-        step = train_distributed.load_checkpoint(chosen)["global_step"]
+        path = train_distributed.find_checkpoint(cfg, train_distributed.RunDirectory(run))
+        step = train_distributed.load_checkpoint(path)["global_step"]
         print(f"trial {trial}: step {step}")
         assert step >= newest
         newest = step
@@ -78,7 +78,7 @@ while True:
 
 
 @pytest.mark.long
-def test_the_control_a_save_in_place_does_not_survive_kills(tmp_path):
+def test_control_a_file_saved_in_place_does_not_survive_kills(tmp_path):
     draw, broken, path = random.Random(4), 0, tmp_path / "naive.pt"
     for _ in range(5):
         writer = subprocess.Popen([sys.executable, "-c", NAIVE, path], stdout=subprocess.PIPE)
@@ -95,13 +95,13 @@ def test_the_control_a_save_in_place_does_not_survive_kills(tmp_path):
 
 # ------------------------------------------------------------------------------ at random moments
 
-# So low a rate keeps rounding from growing: at 0.05, 1e-7 becomes 1e-1 within 50 steps.
+# With such a low rate, rounding differences stay small: at 0.05, 1e-7 grows to 1e-1 in 50 steps.
 MODES = {"--reproducible": ["--reproducible"], "plain": ["--lr=0.0001"]}
 OPTIONS = ["--batch-size=8", "--global-batch-size=40", "--checkpoint-every-steps=3"]
 
 
 def draw_sizes(draw: random.Random, most: int):
-    """Numbers of ranks for ever, another one for each attempt."""
+    """An endless series of numbers of ranks; each differs from the one before."""
     size = 0
     while True:
         size = draw.choice([n for n in range(1, most + 1) if n != size])
@@ -123,7 +123,7 @@ def assert_same_training(run, straight, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["--reproducible", pytest.param("plain", marks=pytest.mark.long)])
 def test_a_training_whose_ranks_are_killed_ends_as_if_nothing_had_happened(tmp_path, tiny, mode):
-    """The test is the launcher, with another number of ranks each time."""
+    """The test starts the ranks itself, another number of them each time."""
     draw, run = random.Random(mode), tmp_path / "run"
     kills, epochs = (20, 60) if LONG else (3, 10)  # epochs of 6 steps
     options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
@@ -160,7 +160,7 @@ exec {repo}/scripts/cluster_train.sh "$@"
 
 
 class Campaign:
-    """Trains under supervise.py, and kills what it started: ranks, torchrun, the launcher."""
+    """Trains under supervise.py, and kills its processes: ranks, torchrun, the launcher."""
 
     def __init__(self, directory: Path, sizes: list[int], options: list[str]):
         self.run, self.log = directory / "run", directory / "log"
@@ -193,7 +193,7 @@ class Campaign:
         return found
 
     def start(self, kills: int, draw: random.Random) -> str:
-        """To the end of the training; returns what was printed."""
+        """Run to the end of the training; returns the output."""
         streams = dict.fromkeys(("stdout", "stderr"), self.log.open("w"))
         process = subprocess.Popen(
             self.command, env=self.env, cwd=REPO, start_new_session=True, **streams
@@ -216,7 +216,7 @@ class Campaign:
         return self.log.read_text()
 
     def trains(self, process, number: int) -> bool:
-        """Whether attempt number + 1, or a later one, has saved: so each kill meets a training."""
+        """Whether attempt number + 1, or a later one, has saved: so each kill hits a training."""
         assert process.poll() is None, self.log.read_text()[-3000:]
         with suppress(OSError, ValueError):
             status = json.loads((self.run / "status.json").read_text())

@@ -1,4 +1,4 @@
-"""One job at a time in a run directory; a job that was replaced writes nothing more."""
+"""Only one job trains in a run directory; an attempt that was replaced writes nothing more."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_process_that_was_killed_leaves_the_directory_free(tmp_path, tiny):
 
 
 def test_an_older_attempt_that_was_replaced_writes_nothing_more(tmp_path, tiny):
-    """Its node was cut off, the job was requeued elsewhere; now it is back and wants to save."""
+    """Its node was disconnected and the job requeued elsewhere; then the node is back and saves."""
     options = [*tiny, FOREVER, "--checkpoint-every-steps=100000"]
     seen = []
 
@@ -70,7 +70,7 @@ def test_an_older_attempt_that_was_replaced_writes_nothing_more(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "attempt 3.1, process 7 on elsewhere"])
-def test_a_lock_file_that_nobody_holds_is_not_in_the_way(tmp_path, tiny, content):
+def test_a_lock_file_that_no_process_holds_does_not_block_a_run(tmp_path, tiny, content):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/lock").write_text(content)
     run = train(tmp_path / "run", 1, *tiny, "--epochs=1")

@@ -1,4 +1,4 @@
-"""Without each safeguard its test fails: a test that cannot fail would prove nothing."""
+"""Each safeguard is disabled in turn: its test must then fail."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import sys
 import pytest
 from harness import REPO, context, copy_repository
 
-# safeguard: (the test that notices its absence, code that switches it off: `t` is the trainer)
+# safeguard: (its test, code that disables it: `t` is the trainer)
 TRAINER = {
     "ranks agree on a stop": (
         "test_stop.py -k signal_to_any_rank",
@@ -140,31 +140,31 @@ TRAINER = {
     ),
 }
 
-# The same for scripts that the test starts as such: `s` is the script.
+# safeguard of a script: (the script, its test, code that disables it: `s` is the script)
 SCRIPTS = {
     "loader workers ignore stop signals": (
         "train_distributed.py",
         "faults/test_stop.py -k whole_process_group",
         "s.ignore_stop_signals = lambda worker: None",
     ),
-    "it gives up after three crashes": (
+    "no restart after three crashes": (
         "scripts/supervise.py",
         "test_supervise.py -k retried_twice",
         "s.NO_PROGRESS = 9",
     ),
-    "it gives up if a restart would not help": (
+    "no restart if it would not help": (
         "scripts/supervise.py",
         "test_supervise.py -k would_repeat",
         "s.WOULD_REPEAT = ()",
     ),
-    "the launch ends with it": (
+    "the launch ends with the supervisor": (
         "scripts/supervise.py",
         "test_supervise.py -k killed_supervisor",
         "s.die_with_parent = lambda: None",
     ),
 }
 
-# In place of the script; the real one lies beside it.
+# Replaces the script, which is renamed to real.py.
 WRAPPER = """#!/usr/bin/env python3
 import importlib.util
 import sys
@@ -202,7 +202,7 @@ def test_without_a_safeguard_of_the_trainer_its_test_fails(tmp_path, safeguard):
     process = context.Process(target=exec, args=(without(code),))
     process.start()
     process.join()
-    assert process.exitcode == 0, "what it replaces is not there any more"
+    assert process.exitcode == 0, "the code to replace does not exist"
     assert_fails(f"faults/{tests}", tmp_path, REPO, WITHOUT_SAFEGUARD=without(code))
 
 
@@ -215,7 +215,7 @@ def test_without_a_safeguard_of_a_script_its_test_fails(tmp_path, safeguard):
     real = script.rename(script.with_name("real.py"))
     replaced = code.split(" = ")[0].removeprefix("s.")
     assert re.search(rf"^(def )?{replaced}\b", real.read_text(), re.MULTILINE), (
-        "it is not there now"
+        "the name to replace does not exist"
     )
     script.write_text(WRAPPER.format(code=code))
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""However a stop is requested, on whichever rank: all ranks exit after the same step, saved."""
+"""Every kind of stop request, on any rank: all ranks save and exit after the same step."""
 
 import fcntl
 import json
@@ -51,8 +51,8 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path, tiny, tria
     reason = "a signal to another rank" if rank else number
     assert (status["state"], status["reason"]) == ("stopped", reason)
     samples, step = run.samples(), status["global_step"]
-    assert max(samples) == step - 1  # no rank began another
-    assert all(len(micros) == ranks for micros in samples.values())  # all ranks finished the last
+    assert max(samples) == step - 1  # no rank began another step
+    assert all(len(micros) == ranks for micros in samples.values())  # all finished the last step
     assert run.newest()["global_step"] == step == status["saved_step"]
 
 
@@ -90,7 +90,7 @@ def test_a_file_or_the_clock_stops_the_run(tmp_path, tiny, way):
     file.unlink(missing_ok=True)
     goal = f"--stop-at-step={status['global_step'] + 1}"
     again = train(tmp_path / "run", 2, *tiny, FOREVER, goal, env=env)
-    assert "Resuming from" in again.out[0]  # what has stopped it once does not stop it again
+    assert "Resuming from" in again.out[0]  # an old stop request does not stop it
 
 
 @pytest.mark.parametrize("name, reserve", [("DEADLINE", 10), ("SLURM_JOB_END_TIME", 120)])
@@ -101,7 +101,7 @@ def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
     for variable in ("DEADLINE", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, str(end))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process stays as it is
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep the handlers of this process
     stop = train_distributed.StopFlag(tmp_path)
     for left, expected in ((reserve + 2, False), (reserve - 2, True)):
         monkeypatch.setattr(time, "time", lambda left=left: end - left)
@@ -109,7 +109,7 @@ def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
     assert stop.reason == "time limit"
 
 
-def test_a_stop_at_the_very_last_step_still_evaluates_what_is_finished(tmp_path, tiny):
+def test_a_run_stopped_at_its_very_last_step_is_still_evaluated(tmp_path, tiny):
     at_the_end = f"""if True:
     import train_distributed
 
@@ -162,7 +162,7 @@ def test_a_stop_during_evaluation_ends_the_run_soon_after_it(tmp_path, tiny):
     ],
 )
 @pytest.mark.parametrize("way", ["Ctrl-C beside a tee", "a closed terminal"])
-def test_it_saves_though_nobody_reads_its_output_any_more(tmp_path, tiny, command, way):
+def test_it_saves_even_if_its_output_is_closed(tmp_path, tiny, command, way):
     terminal, other_end = pty.openpty() if way == "a closed terminal" else os.pipe()
     process = subprocess.Popen(
         [*command, *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"],
@@ -175,7 +175,7 @@ def test_it_saves_though_nobody_reads_its_output_any_more(tmp_path, tiny, comman
     try:
         while steps_of(tmp_path) < 5:
             os.read(terminal, 4096)
-        os.close(terminal)  # the kernel sends SIGHUP, if it is one
+        os.close(terminal)  # if it is a terminal, the kernel sends SIGHUP
         if way != "a closed terminal":
             os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=120)
@@ -189,7 +189,7 @@ def test_it_saves_though_nobody_reads_its_output_any_more(tmp_path, tiny, comman
     assert saved["global_step"] == status["global_step"]
 
 
-def test_a_full_disk_under_the_log_stops_nothing(tmp_path, tiny):
+def test_a_full_disk_under_the_log_does_not_stop_training(tmp_path, tiny):
     with open("/dev/full", "w") as full:
         command = [*PLAIN, *tiny, "--epochs=1", f"--checkpoint-dir={tmp_path}"]
         assert subprocess.run(command, cwd=REPO, stdout=full, stderr=full).returncode == 0
@@ -202,7 +202,7 @@ def test_nohup_keeps_a_closed_terminal_from_stopping_it(tmp_path, tiny):
     try:
         wait_for_step(tmp_path, 3)
         process.send_signal(signal.SIGHUP)
-        # It exchanges stop flags at each of these steps, so it would stop at the first.
+        # Ranks exchange the stop flag at each of these steps, so it would stop at the first one.
         wait_for_step(tmp_path, steps_of(tmp_path) + 20)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -210,7 +210,7 @@ def test_nohup_keeps_a_closed_terminal_from_stopping_it(tmp_path, tiny):
     assert json.loads((tmp_path / "status.json").read_text())["reason"] == "SIGTERM"
 
 
-def test_a_signal_to_the_whole_process_group_leaves_the_loader_its_workers(tmp_path, images):
+def test_loader_workers_survive_a_signal_to_the_whole_process_group(tmp_path, images):
     command = [*PLAIN, "--dataset=imagefolder", f"--data-dir={images}", "--image-size=32"]
     command += ["--batch-size=4", "--num-workers=2", "--log-every-steps=1", "--epochs=50000"]
     command += [f"--checkpoint-dir={tmp_path / 'run'}"]
@@ -226,8 +226,8 @@ def test_a_signal_to_the_whole_process_group_leaves_the_loader_its_workers(tmp_p
     assert list((tmp_path / "run").glob("checkpoint_*.pt"))
 
 
-def test_ranks_whose_torchrun_was_killed_save_and_end(tmp_path, tiny):
-    """With guard.py, which asks the kernel to tell them."""
+def test_ranks_whose_torchrun_was_killed_save_and_exit(tmp_path, tiny):
+    """guard.py asks the kernel to send the ranks SIGTERM when torchrun dies."""
     script = [REPO / "scripts/guard.py", REPO / "train_distributed.py"]
     command = [*TORCHRUN, *script, *tiny, FOREVER, f"--checkpoint-dir={tmp_path / 'run'}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -242,7 +242,7 @@ def test_ranks_whose_torchrun_was_killed_save_and_end(tmp_path, tiny):
     assert (status["state"], status["reason"]) == ("stopped", "SIGTERM")
 
 
-def test_a_stop_need_not_wait_for_the_next_record(tmp_path, tiny):
+def test_a_stop_does_not_wait_for_the_next_record(tmp_path, tiny):
     run = tmp_path / "run"
     slow = [*tiny, "--epochs=1", "--model=resnet18", "--image-size=64", "--log-every-steps=1000"]
     poll = "import train_distributed; train_distributed.SYNC_SECONDS = 0.1"
@@ -256,7 +256,7 @@ def test_a_stop_need_not_wait_for_the_next_record(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("way", ["file", "signal"])
-def test_a_request_to_save_is_met_once_and_training_goes_on(tmp_path, tiny, way):
+def test_a_request_to_save_is_served_once_and_training_continues(tmp_path, tiny, way):
     run = tmp_path / "run"
     poll = "import train_distributed; train_distributed.SYNC_SECONDS = 0.1"
 
@@ -275,15 +275,13 @@ def test_a_request_to_save_is_met_once_and_training_goes_on(tmp_path, tiny, way)
 
 
 @pytest.mark.parametrize("pause, code", [(0.05, 0), (1.5, 130)], ids=["at once", "later"])
-def test_a_ctrl_c_passed_on_by_a_launcher_saves_and_a_second_one_ends_it(
-    tmp_path, tiny, pause, code
-):
+def test_a_ctrl_c_forwarded_by_a_launcher_saves_and_a_second_one_kills(tmp_path, tiny, pause, code):
     run = tmp_path / "run"
     slow = "import time, train_distributed\ninner = train_distributed.train_step\n"
     slow += f"train_distributed.train_step = lambda *a: time.sleep({5 * pause}) or inner(*a)"
 
     def during(processes):
-        wait_until((run / "status.json").exists, "no status.json")  # it listens for signals
+        wait_until((run / "status.json").exists, "no status.json")  # it handles signals
         signal_all(processes, signal.SIGINT)
         time.sleep(pause)
         signal_all(processes, signal.SIGINT)
