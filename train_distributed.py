@@ -5,17 +5,17 @@
     torchrun --standalone --nproc-per-node 4 train_distributed.py   # one machine with four GPUs
     srun -n 4 python scripts/guard.py train_distributed.py          # Slurm: one task for each GPU
 
-A rank is one process with one GPU. Every rank must call what is marked "collective": a rank that
-skips it leaves the others waiting. A step consumes --global-batch-size samples, in micro-batches of
---batch-size that the ranks share. Step and micro-batch alone decide which samples these are, how
-they are augmented and what dropout drops. So with both options fixed, any number of ranks, or a
-resumed run, trains on the same batches in the same order, without any random state to save.
+A rank is one process with one GPU. Every rank must call each function marked "collective", or the
+other ranks hang. A step consumes --global-batch-size samples, in micro-batches of --batch-size that
+are divided among the ranks. Only the step and the number of the micro-batch determine its samples,
+their augmentation and the dropout mask. With both options fixed, a run on any number of ranks, or a
+resumed one, therefore trains on the same batches in the same order. No random state is saved.
 
-To make it yours, change get_datasets(), build_model() and, if need be, compute_loss().
-To stop and save: Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in
---checkpoint-dir, or the file $STOP_FILE; the time $DEADLINE (in seconds since 1970). To save and go
-on: a file SAVE in --checkpoint-dir; SIGURG to any rank. To resume, run the same command. Exit code:
-0 finished, or stopped and saved; 2 user error; 1 anything else.
+To adapt it, change get_datasets(), build_model() and, if needed, compute_loss(). To save and stop:
+Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in --checkpoint-dir, or the
+file $STOP_FILE; the time $DEADLINE (in seconds since 1970). To save and continue: a file SAVE in
+--checkpoint-dir; SIGURG to any rank. To resume, run the same command. Exit code: 0 finished, or
+stopped and saved; 2 user error; 1 anything else.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class UserError(Exception):
 
 @contextmanager
 def explain(what: str, *errors: type[Exception]):
-    """Turn errors of files and libraries into a UserError that says what they are about."""
+    """Turn errors of files and libraries into a UserError that says what failed."""
     try:
         yield
     except errors as error:
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(prog="train_distributed.py", description=__doc__, **style)
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
-    add("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
+    add("--config", metavar="FILE", help="YAML file of options; the command line overrides it")
     add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
     add("--resume", default="auto", help="auto, none, or a FILE.pt for a new directory [auto]")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
@@ -117,7 +117,7 @@ def positive_int(text: str) -> int:
 
 
 def parse_config(argv: list[str], parser: argparse.ArgumentParser | None = None):
-    """The options. The command line wins over the file --config, which wins over the defaults."""
+    """The options. The command line overrides the file --config, which overrides the defaults."""
     parser, words = parser or build_parser(), []
 
     def fail(message: str) -> None:
@@ -129,7 +129,7 @@ def parse_config(argv: list[str], parser: argparse.ArgumentParser | None = None)
     parser.error = fail
     if file := parser.parse_args(argv).config:
         with explain(f"cannot read {file}: it needs lines like `epochs: 5`", Exception):
-            # BaseLoader makes nothing but strings, lists and dicts: `amp: off` stays "off".
+            # BaseLoader returns only strings, lists and dicts: `amp: off` stays "off".
             options = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
             for key, value in dict(options or {}).items():
                 flag = key.replace("_", "-")
@@ -140,7 +140,7 @@ def parse_config(argv: list[str], parser: argparse.ArgumentParser | None = None)
 
 # -------------------------------------------------------------------------------- DISTRIBUTED
 class World(NamedTuple):
-    """This process's place among the ranks. The defaults describe a single process."""
+    """The rank of this process and its device. The defaults describe a single process."""
 
     rank: int = 0  # 0 .. world_size - 1
     world_size: int = 1
@@ -188,16 +188,16 @@ def on_rank_0(world: World, function, *arguments):
     if world.world_size > 1:
         dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], Exception):
-        time.sleep(2 if world.rank else 0)  # let rank 0 print it; a launcher ends all at one exit
+        time.sleep(2 if world.rank else 0)  # let rank 0 print it: launchers kill all at one exit
         raise SystemExit(2) if world.rank else outcome[0]
     return outcome[0]
 
 
 def log(text: str, stream=None) -> None:
-    """Print a line. Training goes on even if nobody can read it any more."""
+    """Print a line. If the output cannot be written, discard it and continue training."""
     try:
         print(text, file=stream, flush=True)
-    except OSError:  # a closed terminal, a `tee` ended by Ctrl-C, a full disk under the log
+    except OSError:  # a closed terminal, a `tee` killed by Ctrl-C, a full disk under the log
         os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
@@ -229,7 +229,7 @@ def build_optimizer(cfg: argparse.Namespace, model: nn.Module) -> torch.optim.Op
     if cfg.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), **options)
     sgd = torch.optim.SGD(model.parameters(), momentum=0.9, **options)
-    # Fused SGD does not initialize it in a first step that GradScaler skips.
+    # Fused SGD would not initialize the momentum in a first step that GradScaler skips.
     sgd.state.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in model.parameters()})
     return sgd
 
@@ -280,7 +280,7 @@ def get_datasets(cfg: argparse.Namespace) -> tuple[Dataset, Dataset, DataSpec]:
 
 
 class InMemoryImages(TensorDataset):
-    """uint8 [n, c, h, w] and labels int64 [n], from which a micro-batch is gathered at once."""
+    """uint8 [n, c, h, w] and labels int64 [n]. Gathers a whole micro-batch in one operation."""
 
     def __getitems__(self, keys: list[int]) -> list[torch.Tensor]:
         """keys (see MicroBatchSampler) -> [uint8 [b, c, h, w], int64 [b]]"""
@@ -310,12 +310,12 @@ def derive_seed(*parts) -> int:
 
 
 class MicroBatchSampler:
-    """The micro-batches of this rank; it takes the place of DistributedSampler.
+    """The micro-batches of this rank. It replaces DistributedSampler.
 
-    Step s takes the next G samples of the epoch's permutation, the last step what is left: none is
-    lost or used twice. A step is cut into C = G / b micro-batches; rank r of W takes those from
-    C * r // W up to C * (r + 1) // W, so W need not divide C. Yields lists of keys: a key is epoch
-    x samples + index, so that loader workers know the epoch, too.
+    Each step takes the next G samples of the epoch's permutation, the last step the rest: every
+    sample is used once. A step has C = G / b micro-batches. Rank r of W takes those from C * r // W
+    to C * (r + 1) // W - 1, so W need not divide C. Yields lists of keys: a key is epoch x samples
+    + index, so that loader workers also know the epoch.
     """
 
     def __init__(self, samples: int, cfg: argparse.Namespace, world: World):
@@ -340,8 +340,8 @@ class MicroBatchSampler:
         for step in range(self.first_step, self.steps_per_epoch):
             for micro in self.local_micro_batches:
                 begin, end, _ = self.bounds(step, micro)
-                # A last step of fewer than C samples leaves micro-batches empty. They borrow one
-                # sample with weight 0, because every rank must take part in the backward pass.
+                # If the last step has fewer than C samples, some micro-batches are empty. They get
+                # a sample with weight 0, because every rank must take part in the backward pass.
                 yield order[begin : max(end, begin + 1)].tolist()
 
 
@@ -359,8 +359,8 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler) -> DataLo
 class Metrics:
     """Sums of loss, correct predictions and samples, on the device: adding never waits for a GPU.
 
-    They are whole numbers, the loss in units of 2**-24: in any order, on any number of ranks, they
-    add up to the same bits. A loss that is not finite counts as 0, a huge one as 2**29.
+    They are integers, the loss in units of 2**-24, so the total does not depend on the order or on
+    the number of ranks. A loss that is not finite counts as 0, one above 2**29 as 2**29.
     """
 
     def __init__(self, device: torch.device):
@@ -384,7 +384,7 @@ def means(loss: int, correct: int, samples: int) -> dict[str, float]:
 
 
 def write_record(run: "Run", kind: str, **values: float) -> None:
-    """A line in metrics.jsonl, and in TensorBoard and W&B if they were asked for. On rank 0."""
+    """Write a line to metrics.jsonl, and to TensorBoard and W&B if enabled. On rank 0."""
     record = {"kind": kind, "step": run.global_step, "time": time.time(), **values}
     run.unwritten += json.dumps(record).encode() + b"\n"
     try:
@@ -397,7 +397,7 @@ def write_record(run: "Run", kind: str, **values: float) -> None:
 
 
 def open_metrics(run: "Run") -> bool:
-    """Drop the records of steps to be trained again. Returns whether this one was evaluated."""
+    """Delete the records of later steps. Returns whether the current step was evaluated."""
     cfg, path = run.cfg, run.directory.path / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [s for s in lines if s[-1:] == b"\n" and json.loads(s)["step"] <= run.global_step]
@@ -416,10 +416,10 @@ def open_metrics(run: "Run") -> bool:
 
 # -------------------------------------------------------------------------------- CHECKPOINTS
 class RunDirectory:
-    """--checkpoint-dir. One job at a time trains in it: the owner that the file `lock` names.
+    """--checkpoint-dir. Only one job at a time trains in it: its owner, named in the file `lock`.
 
-    The kernel frees the lock when that process and its loader workers have ended. A newer
-    attempt of the same job, as $ATTEMPT_ID says, takes it over; the older one then writes no more.
+    The kernel frees the lock when that process and its loader workers have exited. A newer attempt
+    of the same job (see $ATTEMPT_ID) takes it over; the older attempt then writes nothing more.
     """
 
     def __init__(self, path: Path):
@@ -445,7 +445,7 @@ class RunDirectory:
                 leftover.unlink(missing_ok=True)
 
     def write(self, name: str, write) -> None:
-        """write(file) to a temporary file, which gets its name once it is on disk."""
+        """Call write(file) on a temporary file; rename it once its content is on disk."""
         path = self.path / name
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
         try:
@@ -504,7 +504,7 @@ def load_checkpoint(path: Path) -> dict:
 
 
 def find_checkpoint(cfg: argparse.Namespace, directory: RunDirectory) -> Path | None:
-    """What to start from: the newest intact checkpoint of the run, else --resume. For rank 0."""
+    """The checkpoint to load: the newest intact one of the run, else --resume. For rank 0."""
 
     def step_of(path: Path) -> float:
         with suppress(Exception):  # mmap: without reading the weights
@@ -546,14 +546,14 @@ class StopFlag:
         self.reason, self.since, self.save = "", math.inf, False
         self.files = directory / "STOP", Path(os.environ.get("STOP_FILE", directory / "STOP"))
         end = float(os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or math.inf)
-        self.deadline = end - min(120, (end - time.time()) / 10)  # that is left for saving
-        signal.signal(signal.SIGURG, lambda *_: setattr(self, "save", True))  # others ignore it
+        self.deadline = end - min(120, (end - time.time()) / 10)  # time for saving
+        signal.signal(signal.SIGURG, lambda *_: setattr(self, "save", True))  # ignored by default
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, _frame) -> None:
-        # Within a second of the first it is the same Ctrl-C, passed on by a launcher.
+        # Within a second of the first, it is the same Ctrl-C, forwarded by a launcher.
         if number == signal.SIGINT and time.time() > self.since + 1:
             os._exit(130)
         if (number, self.since, os.environ.get("RANK", "0")) == (signal.SIGINT, math.inf, "0"):
@@ -570,14 +570,14 @@ class StopFlag:
 
 
 def ignore_stop_signals(_worker: int) -> None:
-    """Schedulers signal every process of a job, but a rank needs its workers until it stops."""
+    """Schedulers signal all processes of a job, but a rank needs its workers until it stops."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 # ----------------------------------------------------------------------------------- TRAINING
 POSITION_FIELDS = "global_step", "epoch_totals", "logged_totals"  # in a checkpoint
-SYNC_SECONDS = 5  # between two exchanges of the stop flag, or one step if that takes longer
+SYNC_SECONDS = 5  # between exchanges of the stop flag; or one step, if that takes longer
 
 
 class Run:
@@ -646,7 +646,7 @@ def wrap_ddp(run: Run) -> None:
     run.ddp = nn.parallel.DistributedDataParallel(run.model.train(), gradient_as_bucket_view=True)
     run.ddp.broadcast_buffers = False  # BatchNorm's: evaluate() does it (deprecated as an argument)
     # DDP regroups the gradients after its first backward pass. Do that here, with two passes that
-    # are undone: in a resumed run it would come at another step and change the rounding.
+    # are then undone: in a resumed run, it would happen at another step and change the rounding.
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     batch = default_collate([run.train_loader.dataset[0]] * run.cfg.batch_size)
     for _ in range(2):
@@ -678,17 +678,17 @@ def add_exactly(run: Run, last: bool) -> None:
 def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
     """One optimizer step: this rank's micro-batches forward and backward, then the update.
 
-    DDP averages gradients over W ranks. Each loss is a sum times W / samples of the step, so that
-    average is the mean over these samples, however unevenly the ranks share them.
+    DDP averages gradients over W ranks. Each loss is a sum times W / samples of the step, so the
+    average is the mean over these samples, even if the ranks have different numbers of them.
     """
     cfg, sampler, device = run.cfg, run.sampler, run.world.device
     ranks = 1 if cfg.reproducible else run.world.world_size
-    for micro, batch in zip(sampler.local_micro_batches, batches):  # zip reads the first one first
+    for micro, batch in zip(sampler.local_micro_batches, batches):  # zip reads no batch too many
         begin, end, step_size = sampler.bounds(step, micro)
         last = micro == sampler.local_micro_batches[-1]
         # Only after the batch is read: reading may draw random numbers, too.
         seed = derive_seed(cfg.seed, "dropout", run.global_step, micro)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed() would visit every backend
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed every backend
         if device.type == "cuda":
             torch.cuda.manual_seed(seed)
         with nullcontext() if last or run.ddp is run.model else run.ddp.no_sync():
@@ -806,7 +806,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
         if (was := state["config"][name]) != (now := getattr(cfg, name)) and now and not world.rank:
             log(f"WARNING: the {name} of this run is {was}, not {now}", sys.stderr)
         setattr(cfg, name, was)
-    on_rank_0(world, lambda: get_datasets(cfg) and None)  # alone, because it may download
+    on_rank_0(world, lambda: get_datasets(cfg) and None)  # it may download, so rank 0 first
     run, state = Run(cfg, world, directory, state), None  # frees the checkpoint's memory
     if world.rank == 0:
         text = f"{cfg.global_batch_size} = {run.sampler.per_step} micro-batches of {cfg.batch_size}"
@@ -825,25 +825,25 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     if world.rank == 0:
         write_status(run, ending, reason)
         log(f"{ending.title()} at step {run.global_step} of {run.total}, saved in {directory.path}")
-    on_rank_0(world, lambda: None)  # wait for its last save: a launcher may end all at one exit
+    on_rank_0(world, lambda: None)  # wait for its last save: launchers may kill all at one exit
 
 
 def main(argv: list[str] | None = None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopFlag listens, Ctrl-C simply ends it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopFlag handles it, Ctrl-C kills it
     try:
         cfg = parse_config(sys.argv[1:] if argv is None else argv)
         train(cfg, setup_distributed(cfg))
     except (UserError, ModuleNotFoundError) as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2 if os.environ.get("RANK", "0") != "0" else 0)  # let rank 0 end all first
+        time.sleep(2 if os.environ.get("RANK", "0") != "0" else 0)  # let rank 0 exit first
         log(f"train_distributed.py: error: {error}", sys.stderr)
         raise SystemExit(2) from error
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
-            worker.kill()  # of a DataLoader: exit would wait for it
+            worker.kill()  # of a DataLoader; exit would wait for it
     if dist.is_initialized():
-        dist.destroy_process_group()  # only after success: else it might wait for other ranks
+        dist.destroy_process_group()  # not after an error: it might wait for other ranks
 
 
 if __name__ == "__main__":
