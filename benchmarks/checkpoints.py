@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long a checkpoint stalls training: the trainer as it is, and with recipe async_checkpoint.
+"""How long a checkpoint stalls training, with and without the recipe async_checkpoint.
 
     python benchmarks/checkpoints.py                     # ResNet-18 with SGD: 94 MB; two minutes
     python benchmarks/checkpoints.py --model resnet50 --directory /scratch

@@ -1,4 +1,4 @@
-"""The contestants of benchmarks/speed.py: the same training, written as each project documents it.
+"""The programs that benchmarks/speed.py compares: the same training, as each project documents it.
 
 All train the same network on the same data with SGD and momentum 0.9. A contestant is a function
 with the arguments (setup, clock) that calls clock.tick() after every step until clock.over.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training speed of train_distributed.py on this machine, compared with others.
+"""Training speed of train_distributed.py on this machine, compared with other programs.
 
     python benchmarks/speed.py                     # CPU, 1 and 2 ranks, about 25 minutes
     python benchmarks/speed.py --ranks 1 --rounds 3 --steps 100 --only limit ours

@@ -51,7 +51,7 @@ def check_repository(dataset: str, data_dir: str) -> list[Finding]:
 
 
 def attempt(check, *arguments) -> list[Finding]:
-    """Run a check. If the check itself crashes, report that and go on with the others."""
+    """Run a check. If the check itself crashes, report that, so that the others still run."""
     try:
         return list(check(*arguments))
     except ModuleNotFoundError:  # software() reports it
@@ -130,11 +130,11 @@ def gpus() -> list[Finding]:
     return [*findings, Finding("OK", "GPUs", text if count else "none: uses the CPU")]
 
 
-OLDEST_DRIVER = {"12": 525, "13": 580}  # for each CUDA version, by NVIDIA's compatibility table
+OLDEST_DRIVER = {"12": 525, "13": 580}  # for each CUDA version, from NVIDIA's compatibility table
 
 
 def old_driver(driver: str, count: int) -> Finding | None:
-    """That the driver is too old for this PyTorch, which counts GPUs with NVML all the same."""
+    """A finding if the driver is too old for this PyTorch, which still counts GPUs with NVML."""
     import torch
 
     cuda = torch.version.cuda or "none"
@@ -213,7 +213,7 @@ def disks(run_directory: str):
 
 
 def existing(place: Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
+    """The path itself, or its nearest parent directory that exists."""
     place = place.absolute()
     return place if place.exists() else existing(place.parent)
 

@@ -108,7 +108,7 @@ def report(findings: list[Finding], as_json: bool) -> int:
 
 
 def start_ranks(args) -> int:
-    """Run the ranks of this node. Not with torchrun: it waits for missing nodes. Returns 0 or 2."""
+    """Run the ranks of this node. Without torchrun: it waits for missing nodes. Returns 0 or 2."""
     local, ranks = args.nproc_per_node, []
     for rank in range(local):
         env = os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(local)}
@@ -171,7 +171,7 @@ class Rank:
         self.findings.append(Finding(level, check, text, remedy, **fields))
 
     def log(self, doing: str) -> None:
-        """Note what this rank does next."""
+        """Write what this rank does next to its note."""
         self.doing = doing
         with suppress(OSError):
             self.notes.mkdir(parents=True, exist_ok=True)
@@ -422,7 +422,7 @@ def merge(findings: list[Finding]) -> list[Finding]:
 
 
 def answer(server: socket.socket) -> None:
-    """The server for send() of all nodes: answers each line."""
+    """Serve the send() of all nodes: answer each line."""
 
     def serve(link: socket.socket) -> None:
         with link, suppress(OSError):
@@ -462,7 +462,7 @@ def send(address: list) -> dict:
 
 
 def counts(link: socket.socket) -> tuple[int, int]:
-    """(packets retransmitted, packets sent), from the kernel: struct tcp_info in <linux/tcp.h>."""
+    """(packets retransmitted, packets sent) from struct tcp_info (<linux/tcp.h>) of the kernel."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 140)
     return struct.unpack_from("I", info, 100)[0], struct.unpack_from("I", info, 136)[0]
 

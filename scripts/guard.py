@@ -50,7 +50,7 @@ from pathlib import Path
 HOST = socket.gethostname()
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 PCI = Path("/sys/bus/pci/devices")
-POLL = 5  # seconds between checks whether another rank has found a hang
+POLL = 5  # seconds between checks for a hang that another rank has found
 
 
 def main() -> None:
@@ -179,13 +179,13 @@ def configure_process(world: dict[str, int]) -> None:
         cores = cores[slice(*ends)]
     if cores and not has_gpu():
         os.sched_setaffinity(0, cores)  # shared cores slow down CPU ranks
-    elif near and len(near) >= len(cores):  # not if these are less than its share
+    elif near and len(near) >= len(cores):  # not if they are fewer than its share
         os.sched_setaffinity(0, near)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores))))
 
 
 def cores_near_gpu(local_rank: int) -> set[int]:
-    """The cores of the NUMA node of this rank's GPU; none if they are unknown."""
+    """The cores of the NUMA node of this rank's GPU; empty if unknown."""
     if os.environ.get("NUMA_BINDING") == "0" or not has_gpu():
         return set()
     query = ["nvidia-smi", f"--id={gpu_of(local_rank)}", "--query-gpu=pci.bus_id"]
@@ -300,12 +300,12 @@ def visible_gpus() -> list[str]:
 
 
 def connect(world: dict[str, int], timeout: float):
-    """open_store(); if that fails, exits with an error message."""
+    """Call open_store(); exit with an error message if that fails."""
     address, port, rank = os.environ["MASTER_ADDR"], world["MASTER_PORT"], world["RANK"]
     resolve(address, port, min(30, timeout))
-    give_up = threading.Timer(timeout + 10, end_now, [f"{address}:{port} is not a PyTorch store"])
-    give_up.daemon = True
-    give_up.start()
+    timer = threading.Timer(timeout + 10, end_now, [f"{address}:{port} is not a PyTorch store"])
+    timer.daemon = True
+    timer.start()
     try:
         return open_store(world, timeout)
     except Exception as error:  # DistError, or RuntimeError in older versions
@@ -313,7 +313,7 @@ def connect(world: dict[str, int], timeout: float):
         remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
         fail(f"rank {rank} on {HOST} cannot reach {address}:{port} ({text}): {remedy}", "port")
     finally:
-        give_up.cancel()
+        timer.cancel()
 
 
 def open_store(world: dict[str, int], timeout: float):
@@ -490,14 +490,14 @@ class HangWatch:
         self.steps += 1
 
     def poll(self) -> None:
-        """Notice that another rank has found a hang."""
-        with suppress(Exception):  # the store is gone; another call would only print warnings
+        """Check regularly whether another rank has found a hang."""
+        with suppress(Exception):  # the store has ended; another call would only print warnings
             while not self.over.wait(POLL):
                 if self.store.check(["hang"]):
                     self.found.set()
 
     def exit_all(self) -> None:
-        """Print the stacks, exchange positions, and let the lowest rank that answers report."""
+        """Print the stacks, exchange positions; the lowest rank that answers reports the hang."""
         print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         notes = {self.rank: {"steps": self.steps, **last_collective()}}
@@ -558,10 +558,10 @@ class HangWatch:
                 self.store.set(f"ended {self.rank}", "")
                 if self.rank:
                     return
-                for rank in range(len(self.infos)):  # the server is this rank or its torchrun
+                for rank in range(len(self.infos)):  # this rank or its torchrun is the server
                     wait_for(self.store, f"ended {rank}", time.monotonic() + 2)
                 if len(ranks_by_host(self.infos)) > 1:
-                    time.sleep(0.5)  # its torchrun should be the last to exit
+                    time.sleep(0.5)  # so that its torchrun exits last
 
     def ended_ranks(self) -> str:
         with suppress(Exception):  # the store has ended, too
@@ -622,11 +622,11 @@ def run(arguments: list[str]) -> None:
 def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> None:
     """Record why this rank failed, unless it failed only because another rank did."""
     if "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError":
-        # Another rank has failed. Launchers report the first rank to exit: let that one be first.
+        # Another rank has failed. Launchers report the first rank that exits: let it exit first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         text = str(error).split("] ", 1)[-1].split(". This is")[0]
         print(f"guard.py: rank {rank} on {HOST}: another rank exited ({text})", file=sys.stderr)
-        time.sleep(1)  # within which a rank whose script has ended reports that
+        time.sleep(1)  # time for a rank whose script has ended to report that
         if ended := watch.ended_ranks() if watch else "":
             text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
             text += " must take part in the same collectives"

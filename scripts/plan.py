@@ -179,7 +179,7 @@ def measure_model(args, spec) -> dict[str, float]:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if (place := tensor.untyped_storage()._cdata) not in weights:
-            kept[place] = tensor  # keeps it alive, so that its address is not reused
+            kept[place] = tensor  # keeps it alive: its address must not be reused
         return tensor
 
     def forward(samples: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def read_records(run: Path) -> dict[str, list[dict]]:
-    """{"train": records, "epoch": records} of a run; exits with one sentence if there are none."""
+    """{"train": records, "epoch": records} of a run; exits with an error if there are none."""
     try:
         lines = (run / "metrics.jsonl").read_text().splitlines()
     except OSError as error:

@@ -122,7 +122,7 @@ def check_master(args: argparse.Namespace) -> None:
         if any(error and error.errno == errno.EADDRINUSE for error in errors):
             text = f"port {port} is in use here, on the master"
             refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
-        elif all(errors) and not any(map(leads_here, found)):
+        elif all(errors) and not any(map(reaches_this_host, found)):
             text = f"node rank 0 is here, but master {master} ({address}) is not"
             text += f" ({errors[0].strerror}): set MASTER_ADDR to an address of this host"
             refuse(f"{text} {otherwise}")
@@ -139,28 +139,28 @@ def check_gpus() -> list[checks.Finding]:
     """checks.gpus(). After a killed attempt, first wait for its GPU memory to be freed."""
     attempt = int(os.environ.get("ATTEMPT") or 1)
     deadline = time.monotonic() + (MEMORY_SECONDS if attempt > 1 else 0)
-    told = False
+    logged = False
     while True:
         findings = checks.attempt(checks.gpus)
         held = [f for f in findings if f.data and not any(map(is_of_others, f.data["pids"]))]
         if not held or time.monotonic() > deadline:
             return findings
-        if not told:
+        if not logged:
             text = f"{PROGRAM}: {HOST}: waiting up to {MEMORY_SECONDS} s: {held[0].observed}"
             print(text, file=sys.stderr, flush=True)
-            told = True
+            logged = True
         time.sleep(1)
 
 
 def is_of_others(pid: str) -> bool:
-    """Whether this is a process of another user; a killed process may be gone already."""
+    """Whether this is a process of another user. False if the process has exited."""
     with suppress(OSError):
         return os.stat(f"/proc/{pid}").st_uid != os.getuid()
     return False
 
 
 def error_of(call, family, kind, protocol, _, address) -> OSError | None:
-    try:  # socket() fails, too, if this kernel has no IPv6
+    try:  # socket() itself fails if this kernel has no IPv6
         with socket.socket(family, kind, protocol) as probe:
             return call(probe, address)
     except OSError as error:
@@ -178,8 +178,8 @@ def connect(probe: socket.socket, address) -> None:
         probe.connect(address)
 
 
-def leads_here(info) -> bool:
-    """Whether connections to this address arrive here, as with NAT or a service address."""
+def reaches_this_host(info) -> bool:
+    """Whether connections to this address reach this host, as with NAT or a service address."""
     family, _, _, _, address = info
     word = os.urandom(8)
     with suppress(OSError), socket.create_server(("", address[1]), family=family) as server:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Keep a training run going: restart it after a crash, requeue its job when the time is up.
+"""Restart a training run after a crash, and requeue its job when the time is up.
 
 Usage: scripts/supervise.py COMMAND [ARGUMENT ...]
 
@@ -251,7 +251,7 @@ class Supervisor:
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
-            # Slurm may not have noticed that the previous step has ended, above all on a lost node.
+            # Slurm may still count the previous step as running, especially on a lost node.
             env["SLURM_OVERLAP"] = "1"
         if self.nodes != self.nodes_at_first:
             env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)
@@ -298,9 +298,9 @@ class Supervisor:
                 code = child.wait(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
-                self.look_after(child)
+                self.monitor(child)
         while code < 0 and self.signals and not self.killed and is_alive(child):
-            self.look_after(child)  # the scheduler killed the shell, but its children still save
+            self.monitor(child)  # the scheduler killed the shell, but its children still save
             time.sleep(0.2)
         kill_group(child)  # processes that COMMAND may have left behind
         for file in self.stop_files():
@@ -308,8 +308,8 @@ class Supervisor:
                 file.unlink()
         return code
 
-    def look_after(self, child):
-        """Note the run directory, pass on stop requests, kill an attempt that has lost a node."""
+    def monitor(self, child):
+        """Record the run directory, forward stop requests, kill an attempt that has lost a node."""
         status = read_json(self.status_file) if self.running else {}
         if status.get("state"):  # it now owns the run directory
             self.run_dir = status.get("run_dir") or self.run_dir
@@ -336,10 +336,10 @@ class Supervisor:
                 kill_group(child)
 
     def poll_for_lost_nodes(self, child):
-        """After losing a node, a step may never end, and the next one may never start.
+        """Kill the attempt if Slurm has lost a node: its step may never end on its own.
 
         Asks Slurm only if a rank has failed, or if the training has not written anything for a
-        minute: then again after 2, 4, 8 ... minutes.
+        minute, then again after 2, 4, 8 ... minutes.
         """
         self.polled, written = time.time(), []
         for file in (self.status_file, Path(self.run_dir or self.directory) / "metrics.jsonl"):
@@ -361,7 +361,7 @@ class Supervisor:
         return [self.stop_file, *([Path(self.run_dir) / "STOP"] if self.run_dir else [])]
 
     def free_stale_lock(self):
-        """Remove the lock of a job that is gone: on NFSv3, a lost node never releases it."""
+        """Remove the lock of a job that has ended: on NFSv3, a lost node never releases it."""
         file = Path(self.run_dir or self.directory) / "lock"
         owner = re.match(r"attempt (\d+)\.", "\n".join(lines_of(file)))
         if not owner or not job_is_gone(owner[1]):
@@ -455,7 +455,7 @@ def parse_json(text):
 
 
 def kill_group(child):
-    """Send SIGTERM, then SIGINT (our launchers then kill all), then SIGKILL, until all are gone."""
+    """Send SIGTERM, SIGINT (which makes our launchers kill all), SIGKILL, until all have exited."""
     for number, seconds in ((signal.SIGTERM, 2), (signal.SIGINT, 6), (signal.SIGKILL, 5)):
         try:
             os.killpg(child.pid, number)
@@ -479,7 +479,7 @@ def is_alive(child):
 
 
 def die_with_parent():
-    """Stop the launch if supervise.py is killed; in a batch job, Slurm does that."""
+    """For preexec_fn: stop the launch if supervise.py is killed. In batch jobs, Slurm does that."""
     if sys.platform == "linux" and os.environ.get("ENVIRONMENT") != "BATCH":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 

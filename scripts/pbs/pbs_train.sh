@@ -67,7 +67,7 @@ start() {
   pbsdsh -n "$1" -- /bin/bash "$PWD/scripts/pbs/pbs_train.sh" --node "$directory" "$2" ||
     until [[ -s "$directory/status$2" ]] || ((tenths-- == 0)); do # after a signal, pbsdsh exits first
       sleep 0.1
-      kill -0 "$PPID" 2>/dev/null || break # supervise.py is gone, so the job is over
+      kill -0 "$PPID" 2>/dev/null || break # supervise.py has exited, so the job is over
     done
   [[ ! -s "$directory/status$2" ]] || status="$(<"$directory/status$2")"
   if [[ "$status" != 0 ]] && (set -C && echo "$status" >"$directory/failed") 2>/dev/null; then

@@ -73,12 +73,12 @@ def main():
 
 
 def free_port(host, root, python):
-    """A free port on that host; "" if it cannot be found, which has been reported then."""
+    """A free port on that host; "" if none was found (the error has then been printed)."""
     ask = RUN.format(root, python, "guard.py --free-port").encode()
     answer = subprocess.run([*SSH, host, "exec bash -s"], input=ask, stdout=subprocess.PIPE)
     if answer.returncode == 255:
         say(f"error: cannot ask {host} for a free port: does `ssh {host}` work?")
-    *_, last = ["", *answer.stdout.decode().split()]  # its shell may print something before
+    *_, last = ["", *answer.stdout.decode().split()]  # its shell may print other text first
     return last if answer.returncode == 0 and last.isdigit() else ""
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Run a command on this host for a remote launcher (launch.py, pbs_train.sh) while that is alive.
+"""Run a command on this host for a remote launcher (launch.py, pbs_train.sh), until either ends.
 
 Standard input has one message per line. First a request: the line that `node.py --request
 COMMAND ...` prints on the launcher's host. Later `stop`: the command should save and exit; or
-`end`: it has END_SECONDS to do so. End of input means that the launcher is gone. When the command
-has ended, all processes that it left behind are killed: those with ON_NODE=ID in their environment.
+`end`: it has END_SECONDS to do so. End of input means that the launcher has exited. When the
+command has exited, all processes that it left behind are killed: those with ON_NODE=ID in their
+environment.
 If node.py is killed, the same happens END_SECONDS later: a PBS job ends with SIGKILL to node.py's
 session only, and torchrun's workers have sessions of their own.
 Exit code: the command's; 128 + N if signal N killed it.
@@ -32,8 +33,8 @@ from contextlib import suppress
 # After `stop`, the last save may take any time.
 END_SECONDS, GONE_SECONDS, HANG_SECONDS = 5, 30, 10
 
-# Variables that belong to a host, a session or an MPI process are not passed on. Those of modules
-# (LOADEDMODULES, ...) are, because they describe PATH and LD_LIBRARY_PATH, which are.
+# Variables of a host, a session or an MPI process are not forwarded. Those of modules
+# (LOADEDMODULES, ...) are, because they describe PATH and LD_LIBRARY_PATH, which are forwarded too.
 PRIVATE = re.compile(
     r"_|BASH.*|DBUS_.*|DISPLAY|EUID|HOME|HOST|HOSTNAME|KRB5CCNAME|LOGNAME|MAIL|OLDPWD|ON_NODE|PPID"
     r"|PWD|SHELL.*|SHLVL|SLURM.*|SSH_.*|TERM.*|TMPDIR|TMUX.*|UID|USER|XAUTHORITY|XDG_.*"
@@ -51,7 +52,7 @@ def serve():
     """Run the command requested on standard input. Returns the exit code."""
     launcher = open(0, "rb", buffering=0)  # unbuffered: select() does not see buffered lines
     line, signals = launcher.readline(), []
-    if not line.endswith(b"\n"):  # the launcher is already gone
+    if not line.endswith(b"\n"):  # the launcher has already exited
         return 128 + signal.SIGTERM
     wanted = json.loads(line)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # from a scheduler
@@ -82,7 +83,7 @@ def serve():
 
 def start_reaper(mark):
     """Start a process that calls kill_all END_SECONDS after this one dies. Returns its pid."""
-    parent_is_gone, write_end = os.pipe()  # readable when nobody has the other end open
+    parent_is_gone, write_end = os.pipe()  # readable once no process has the write end open
     pid = os.fork()
     if pid:
         return pid
