@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import REPO, context, load
+from harness import REPO, context, load, start_fork_server
 from torchvision.datasets import MNIST
 
 RECIPES = sorted((REPO / "docs/recipes").glob("*.patch"))
@@ -28,6 +28,12 @@ FULL_DISK = """if True:
         raise OSError(28, "No space left on device")
     torch.save = save
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server():
+    """Without this, context.Process starts a server that has not imported torch."""
+    start_fork_server()
 
 
 def run_copy(path: str, argv: list[str], log: str, before: str) -> None:
