@@ -61,7 +61,7 @@ main() {
     print_help
     exit
   fi
-  [[ -n "${SLURM_JOB_ID:-}" ]] || fail "this is for sbatch; without Slurm: scripts/cluster_train.sh"
+  [[ -n "${SLURM_JOB_ID:-}" ]] || fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
   REPO_ROOT="$(find_repository)"
   export REPO_ROOT
   # sbatch has read the directives; the rest is the same as for several nodes.

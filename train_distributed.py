@@ -7,15 +7,15 @@
 
 A rank is one process with one GPU. Every rank must call each function marked "collective", or the
 other ranks hang. A step consumes --global-batch-size samples, in micro-batches of --batch-size that
-are divided among the ranks. Only the step and the number of the micro-batch determine its samples,
-their augmentation and the dropout mask. With both options fixed, a run on any number of ranks, or a
-resumed one, therefore trains on the same batches in the same order. No random state is saved.
+are divided among the ranks. The samples of a micro-batch, their augmentation and the dropout mask
+depend only on the step and on the index of the micro-batch. If these two options are fixed, runs on
+any number of ranks, and resumed runs, train on the same batches. No random state is saved.
 
 To adapt it, change get_datasets(), build_model() and, if needed, compute_loss(). To save and stop:
 Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in --checkpoint-dir, or the
 file $STOP_FILE; the time $DEADLINE (in seconds since 1970). To save and continue: a file SAVE in
 --checkpoint-dir; SIGURG to any rank. To resume, run the same command. Exit code: 0 finished, or
-stopped and saved; 2 user error; 1 anything else.
+stopped and saved; 2 user error; 130 second Ctrl-C; 1 other errors.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
     add("--resume", default="auto", help="auto, none, or a FILE.pt for a new directory [auto]")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
-    add("--stop-at-step", type=positive_int, help="save and exit there; keeps the schedule")
+    add("--stop-at-step", type=positive_int, help="save and exit at this step; same schedule")
     add("--seed", type=int, default=42, help="random seed [42]")
     add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
     add("--reproducible", action=switch, default=False, help="same weights on any number of ranks")
@@ -85,9 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
     add("--data-dir", default="data", help="where the data is, or is downloaded to [data]")
     add("--image-size", type=positive_int, help="pixels per side [28 for MNIST, else 224]")
-    add("--num-workers", type=int, default=8, help="per rank and data set, for image files [8]")
+    add("--num-workers", type=int, default=8, help="loader workers per rank, for images [8]")
     add("--model", default="simple_convnet", help="[simple_convnet] or a torchvision classifier")
-    add("--dropout", type=float, default=0.25, help="of simple_convnet [0.25]")
+    add("--dropout", type=float, default=0.25, help="dropout of simple_convnet [0.25]")
     add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
     add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
     add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
     add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
-    add("--checkpoint-every-steps", type=positive_int, help="also within an epoch [off]")
+    add("--checkpoint-every-steps", type=positive_int, help="also save every N steps [off]")
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
     add("--nodes", type=positive_int, help="fail unless there are this many nodes")
@@ -172,7 +172,7 @@ def launch_environment(env) -> tuple[int, int, int, int]:
     """(rank, local rank, world size, ranks per node): torchrun's, else Slurm's, else 0, 0, 1, 1."""
     names = ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        # Plain srun. It needs MASTER_ADDR and MASTER_PORT, too: scripts/guard.py sets them.
+        # Plain srun. It also needs MASTER_ADDR and MASTER_PORT: scripts/guard.py sets them.
         slurm = "PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"
         for (name, _), theirs in zip(names, slurm):
             env[name] = env[f"SLURM_{theirs}"].split("(")[0].split(",")[0]  # of 4(x2) or 4,3
@@ -180,7 +180,7 @@ def launch_environment(env) -> tuple[int, int, int, int]:
 
 
 def on_rank_0(world: World, function, *arguments):
-    """Call a function on rank 0 and return its result, or raise its error, on all. Collective."""
+    """Call a function on rank 0; return its result or raise its error on all ranks. Collective."""
     try:
         outcome = [function(*arguments) if world.rank == 0 else None]
     except (UserError, ModuleNotFoundError) as error:
@@ -188,7 +188,7 @@ def on_rank_0(world: World, function, *arguments):
     if world.world_size > 1:
         dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], Exception):
-        time.sleep(2 if world.rank else 0)  # let rank 0 print it: launchers kill all at one exit
+        time.sleep(2 if world.rank else 0)  # let rank 0 print it first: launchers kill the rest
         raise SystemExit(2) if world.rank else outcome[0]
     return outcome[0]
 
@@ -220,7 +220,7 @@ def build_model(cfg: argparse.Namespace, spec: "DataSpec") -> nn.Module:
     if cfg.model == "simple_convnet":
         return SimpleConvNet(spec.channels, spec.size, spec.classes, cfg.dropout)
     if cfg.model not in torchvision.models.list_models(torchvision.models):
-        raise UserError(f"--model {cfg.model} is not a classifier of torchvision.models")
+        raise UserError(f"--model {cfg.model} is not a classifier in torchvision.models")
     return torchvision.models.get_model(cfg.model, num_classes=spec.classes)
 
 
@@ -270,7 +270,7 @@ def get_datasets(cfg: argparse.Namespace) -> tuple[Dataset, Dataset, DataSpec]:
             train = torchvision.datasets.ImageFolder(root / "train", train)
             val = torchvision.datasets.ImageFolder(root / "val", val)
             if train.classes != val.classes:
-                raise UserError(f"{train.root} and {val.root} differ in their classes")
+                raise UserError(f"{train.root} and {val.root} have different classes")
             return train, val, DataSpec(3, size, len(train.classes))
         parts = [torchvision.datasets.MNIST(root, t, download=not shipped) for t in (True, False)]
     size, channels = cfg.image_size or 28, 1 if cfg.model == "simple_convnet" else 3
@@ -304,7 +304,7 @@ class SeededDataset(Dataset):
 
 
 def derive_seed(*parts) -> int:
-    """A 63-bit seed from numbers and words; neighbouring numbers give unrelated seeds."""
+    """A 63-bit seed from numbers and words; neighboring numbers give unrelated seeds."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -360,7 +360,7 @@ class Metrics:
     """Sums of loss, correct predictions and samples, on the device: adding never waits for a GPU.
 
     They are integers, the loss in units of 2**-24, so the total does not depend on the order or on
-    the number of ranks. A loss that is not finite counts as 0, one above 2**29 as 2**29.
+    the number of ranks. A loss that is not finite counts as 0; a loss above 2**29 counts as 2**29.
     """
 
     def __init__(self, device: torch.device):
@@ -479,7 +479,7 @@ def save_checkpoint(run: "Run", final: bool) -> None:
     state |= {part: getattr(run, part).state_dict() for part in ("model", "optimizer", "scaler")}
     try:
         if not all(value.isfinite().all() for value in state["model"].values()):
-            raise UserError(f"{name}: the weights are not finite, not saved; lower --lr", "NaN")
+            raise UserError(f"{name} not saved: the weights are not finite; lower --lr", "NaN")
         run.directory.write(path.name, functools.partial(torch.save, state))
         run.failed_saves, run.saved_step = 0, run.global_step
         run.saved = [*(old for old in run.saved if old != path), path]
@@ -490,7 +490,7 @@ def save_checkpoint(run: "Run", final: bool) -> None:
         run.failed_saves += 1
         if final or error.cause != "disk" or run.failed_saves == 3:  # in a row
             raise
-        log(f"WARNING: {error}; training goes on", sys.stderr)
+        log(f"WARNING: {error}; training continues", sys.stderr)
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -596,7 +596,7 @@ class Run:
         torch.manual_seed(cfg.seed)
         self.model = build_model(cfg, spec).to(device, memory_format=torch.channels_last)
         for stage in self.model.children() if cfg.activation_checkpointing else ():
-            for block in stage.children():  # of a ResNet: recomputed, in eager mode BatchNorm too
+            for block in stage.children():  # of a ResNet; in eager mode, BatchNorm updates twice
                 block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
                 for norm in (m for m in block.modules() if isinstance(m, nn.BatchNorm2d)):
                     norm.momentum = 1 - (1 - norm.momentum) ** (1 if cfg.compile else 0.5)
@@ -611,7 +611,7 @@ class Run:
         if state and state["run"] != self.name:
             text = f"the checkpoint is of {state['run']}, this is {self.name}"
             raise UserError(f"{text}: choose another --checkpoint-dir")
-        with explain("the checkpoint is of another model", RuntimeError, ValueError):
+        with explain("the checkpoint is from a different model", RuntimeError, ValueError):
             if state:
                 self.model.load_state_dict(state["model"])
                 # Momentum is part of the run, but the options of this command apply to it.
@@ -683,10 +683,10 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
     """
     cfg, sampler, device = run.cfg, run.sampler, run.world.device
     ranks = 1 if cfg.reproducible else run.world.world_size
-    for micro, batch in zip(sampler.local_micro_batches, batches):  # zip reads no batch too many
+    for micro, batch in zip(sampler.local_micro_batches, batches):  # reads not one batch too many
         begin, end, step_size = sampler.bounds(step, micro)
         last = micro == sampler.local_micro_batches[-1]
-        # Only after the batch is read: reading may draw random numbers, too.
+        # Only after the batch is read: reading may also draw random numbers.
         seed = derive_seed(cfg.seed, "dropout", run.global_step, micro)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed every backend
         if device.type == "cuda":
@@ -775,7 +775,7 @@ def log_interval(run: Run, bar: tqdm) -> None:
 def evaluate(run: Run) -> None:
     """Record loss and accuracy of the epoch and of the test set. Collective."""
     for buffer in run.model.buffers() if run.world.world_size > 1 else ():
-        dist.broadcast(buffer, 0)  # of BatchNorm: all evaluate what rank 0 saves
+        dist.broadcast(buffer, 0)  # BatchNorm: all ranks evaluate what rank 0 saves
     run.model.eval()
     metrics, epoch = Metrics(run.world.device), run.global_step // run.sampler.steps_per_epoch
     for batch in run.test_loader:  # not collective: ranks may have different numbers of batches
@@ -829,7 +829,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopFlag handles it, Ctrl-C kills it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopFlag exists, Ctrl-C ends the process
     try:
         cfg = parse_config(sys.argv[1:] if argv is None else argv)
         train(cfg, setup_distributed(cfg))

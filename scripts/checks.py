@@ -231,7 +231,7 @@ def cores():
         yield Finding("WARN", "cores", excess, "unset it: cluster_train.sh divides the cores")
     if (found == 1 and share > 1) or (found == 2 and share > 7):  # one core, or its two threads
         text += f", but there are {share} for each rank"
-        remedy = "srun --cpus-per-task=N (Slurm 22.05 and 23.02 do not take it from sbatch)"
+        remedy = "srun --cpus-per-task=N (Slurm 22.05 and 23.02 do not pass it on from sbatch)"
         yield Finding("WARN", "cores", text, remedy)
     else:
         yield Finding("OK", "cores", text)

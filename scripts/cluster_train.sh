@@ -12,9 +12,9 @@
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
 #   LOG_LEVEL       torchrun's; DEBUG also tests PyTorch first and makes NCCL verbose  [WARNING]
 #   RANK_PREFIX     1: each line begins with host and rank; one file per rank in LOG_DIR  []
-#   LAUNCHER        torch.distributed.launch for an old PyTorch   [torch.distributed.run]
+#   LAUNCHER        torch.distributed.launch, deprecated          [torch.distributed.run]
 #   TRAIN_SCRIPT    any training script that works with torchrun  [train_distributed.py]
-#   MASTER_ADDR     the host of node rank 0                       [Slurm's or PBS's first, or localhost]
+#   MASTER_ADDR     the host of node rank 0                       [first host of the job, or localhost]
 #   MASTER_PORT     a free port on that host                      [derived from the job id]
 #   LOG_DIR         directory for log files                       [logs]
 #   DRY_RUN         1: only print the command                     []
@@ -79,7 +79,7 @@ run_workers() {
   fi
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
   trap stop HUP TERM USR1 USR2
-  trap 'echo "stopping: the workers save and exit; press Ctrl-C again to kill them"; stop' INT
+  trap 'echo "stopping: all ranks save and exit; press Ctrl-C again to kill them"; stop' INT
   # Slurm may send these two signals to torchrun as well: it would die and leave its workers running.
   (trap '' USR1 USR2 && exec "${alone[@]}" "$@") &
   child=$!

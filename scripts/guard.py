@@ -132,7 +132,7 @@ def hosts_of_job(env) -> list[str]:
         try:
             return subprocess.check_output(command, text=True).split()
         except (OSError, subprocess.CalledProcessError) as error:
-            fail(f"`{' '.join(command)}` does not work here ({error}): set MASTER_ADDR")
+            fail(f"`{' '.join(command)}` failed ({error}): set MASTER_ADDR")
     with suppress(OSError, KeyError):  # PBS lists a host once per slot
         return list(dict.fromkeys(Path(env["PBS_NODEFILE"]).read_text().split()))
     return ["localhost"]
@@ -158,7 +158,7 @@ def free_port(first: int) -> int:
             with suppress(OSError):
                 probe.bind(("", port))
                 return port
-        print(f"guard.py: port {port} is in use on {HOST}, trying the next", file=sys.stderr)
+        print(f"guard.py: port {port} is in use on {HOST}; trying the next one", file=sys.stderr)
     fail(f"no free port from {first} on")
 
 
@@ -281,7 +281,7 @@ def gpu_of(local_rank: int) -> str:
     return gpus[local_rank] if local_rank < len(gpus) else "none"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)  # noqa: UP033 (Python 3.8)
 def visible_gpus() -> list[str]:
     """The UUIDs of this process's GPUs, in device order; [] if they are unknown.
 
@@ -366,7 +366,7 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
     if missing := [rank for rank, info in enumerate(infos) if info is None]:
         return (
             f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
-            f"see their logs (ranks here: {where})"
+            f"see their logs (ranks that started: {where})"
         )
     return next(find_differences(infos), "")
 
@@ -387,7 +387,7 @@ def find_differences(infos: list[dict | None]):
             yield (
                 f"Duplicate GPU detected: on {host}, ranks {format_ranges(ranks)} share "
                 f"{len(gpus - {'none'})} visible GPUs: start as many processes as there are GPUs "
-                "(or, if you mean it, set GUARD=0)"
+                "(or set GUARD=0 if this is intended)"
             )
 
 

@@ -19,7 +19,7 @@ def read_records(run: Path) -> dict[str, list[dict]]:
     try:
         lines = (run / "metrics.jsonl").read_text().splitlines()
     except OSError as error:
-        sys.exit(f"plot_metrics.py: error: {run} is no run directory ({error.strerror})")
+        sys.exit(f"plot_metrics.py: error: {run} is not a run directory ({error.strerror})")
     records: dict[str, list[dict]] = {"train": [], "epoch": []}
     for line in lines:
         try:
@@ -28,7 +28,7 @@ def read_records(run: Path) -> dict[str, list[dict]]:
             continue  # half a line: the run is being written, or was killed
         records[record["kind"]].append(record)
     if not records["train"]:
-        sys.exit(f"plot_metrics.py: error: {run}/metrics.jsonl holds no record yet")
+        sys.exit(f"plot_metrics.py: error: {run}/metrics.jsonl has no records yet")
     return records
 
 

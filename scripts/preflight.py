@@ -5,7 +5,7 @@
                                 [--nproc-per-node K] SCRIPT [ARGUMENT ...]
 
 scripts/cluster_train.sh calls it on each node. It refuses a launch that would fail, with an error
-that is also written to FAILURE_FILE, and warns of settings that slow the training down. Without a
+that is also written to FAILURE_FILE, and warns about settings that slow training down. Without a
 master address and port, it does not check the master; scripts/doctor.py checks all nodes together.
 After a crash, it waits up to a minute until the killed processes have freed their GPU memory.
 It prints the number of GPUs that PyTorch sees, and imports PyTorch only if there are GPUs.
@@ -58,7 +58,7 @@ def main() -> None:
     gpu_count = count_gpus()
     workers = args.nproc_per_node or gpu_count or 1
     if re.findall(r"\b(nccl|gloo)\b", request)[-1:] == ["nccl"] and gpu_count < workers:
-        ask = "ask for GPUs, or set BACKEND=gloo"
+        ask = "request GPUs, or set BACKEND=gloo"
         refuse(f"{workers} workers for nccl, but {gpu_count} visible GPUs: {ask}")
     if args.master_addr and args.master_port:
         check_master(args)
@@ -110,8 +110,8 @@ def count_gpus() -> int:
 def check_master(args: argparse.Namespace) -> None:
     """The port must be free on the master, and the other nodes must reach the master."""
     master, port = args.master_addr, args.master_port
-    remedy = "set MASTER_ADDR to an address that all nodes reach"
-    otherwise = "(or, if it is right, set PREFLIGHT=0)"
+    remedy = "set MASTER_ADDR to an address that all nodes can reach"
+    otherwise = "(or set PREFLIGHT=0 to launch anyway)"
     try:
         found = socket.getaddrinfo(master, port, type=socket.SOCK_STREAM)
     except OSError as error:

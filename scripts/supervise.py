@@ -76,7 +76,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def main():
     command = sys.argv[1:]
     if sys.version_info < (3, 8):  # noqa: UP036
-        log(f"error: {sys.executable} is not Python 3.8 or newer: set PYTHON, or run it with one")
+        log(f"error: {sys.executable} is not Python 3.8 or newer: set PYTHON to a newer one")
         return 2
     if not command or command[0] in ("-h", "--help"):
         print(__doc__.strip())
@@ -353,7 +353,7 @@ class Supervisor:
         if silent and not missing:
             self.patience *= 2
         if missing and missing == self.missing:
-            log(f"Slurm has lost {', '.join(missing)}: ending what is left of this attempt")
+            log(f"Slurm has lost {', '.join(missing)}: stopping the rest of this attempt")
             kill_group(child)
         self.missing = missing
 
@@ -564,7 +564,7 @@ def requeue():
     if not job:
         return False
     if state not in (None, "RUNNING"):
-        log(f"job {job} is {state}: the rest is up to Slurm")
+        log(f"job {job} is {state}: Slurm will end or restart it")
         return True
     log(f"requeueing job {job}")
     try:  # This kills the job at once, so everything must be on disk by now.
@@ -592,7 +592,7 @@ def resume_command():
             words.append(f"--{option}={facts[name]}")
     script = facts.get("Command")
     if not script:
-        return "call sbatch again, with the same arguments"
+        return "call sbatch again with the same arguments"
     if sys.argv[1] != "bash" or Path(*sys.argv[2:3]).name not in BATCH_SCRIPTS:
         return " ".join([*words, script])  # the user's own, with its arguments
     while " " in script and not os.path.isfile(script):
@@ -624,7 +624,7 @@ def qsub_command():
     facts = pbs_job()
     words = facts.get("Submit_arguments") or facts.get("submit_args")
     if not words:
-        return "call qsub again, with the same arguments"
+        return "call qsub again with the same arguments"
     words = re.sub(r"(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=[^, ]*", r"\1=...", words)
     return "qsub " + re.sub(r"(?<=-v )(.+?)(?= -\w | \S+$)", lambda v: shlex.quote(v[1]), words)
 

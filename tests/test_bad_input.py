@@ -75,7 +75,7 @@ def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny):
 
 def test_an_unknown_model_is_named(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--model=resnet_50")
-    assert message == "--model resnet_50 is not a classifier of torchvision.models"
+    assert message == "--model resnet_50 is not a classifier in torchvision.models"
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
@@ -113,7 +113,8 @@ def test_a_checkpoint_of_another_model_is_refused(finished, tiny):
 
 def test_a_checkpoint_of_the_same_model_in_another_size_is_refused(finished, tiny):
     message = refuse(finished, *tiny, "--image-size=32", "--epochs=2")
-    assert "the checkpoint is of another model (" in message and "size mismatch for " in message
+    assert "the checkpoint is from a different model (" in message
+    assert "size mismatch for " in message
 
 
 def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path, tiny):

@@ -85,7 +85,7 @@ def test_classes_that_differ_between_train_and_val_are_named(tmp_path, images):
     shutil.rmtree(data / "val/a")
     result = launch(tmp_path / "run", 1, *options(data))
     assert result.codes == [2] and result.err[0].count("\n") == 1
-    assert f"error: {data}/train and {data}/val differ in their classes\n" in result.err[0]
+    assert f"error: {data}/train and {data}/val have different classes\n" in result.err[0]
 
 
 OWN = """if True:

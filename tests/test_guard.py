@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from harness import NO_LAUNCHER, REPO, TORCHRUN, free_port, load, run_ranks, wait_until
@@ -316,7 +317,19 @@ def test_the_next_port_is_used_if_the_first_is_taken():
         command = [sys.executable, GUARD, "--free-port", str(first)]
         result = subprocess.run(command, capture_output=True, text=True)
     assert int(result.stdout) > first
-    assert f"guard.py: port {first} is in use on {HOST}, trying the next" in result.stderr
+    assert f"guard.py: port {first} is in use on {HOST}; trying the next one" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--hosts", "--free-port"])
+def test_the_launchers_questions_are_answered_on_python_3_8(option):
+    """Without what Python 3.9 has added to functools. A real 3.8 is used if pyenv has one."""
+    code = "import functools, runpy, sys; del functools.cache; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    commands = [[sys.executable, "-c", code, GUARD, option]]
+    commands += [[p, GUARD, option] for p in Path.home().glob(".pyenv/versions/3.8.*/bin/python")]
+    for command in commands:
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (0, "")
 
 
 # ----------------------------------------------------------------------------- ranks of a training
@@ -372,7 +385,7 @@ def test_a_script_for_torchrun_runs_in_an_srun_step(tmp_path):
 
 def test_ranks_that_do_not_start_are_named(tmp_path):
     result = run(3, write(tmp_path), env={"WORLD_SIZE": "5", "RANK_TIMEOUT": "3"})
-    text = "ranks 3-4 of 5 did not start within 3 s: see their logs (ranks here: 0-2 on "
+    text = "ranks 3-4 of 5 did not start within 3 s: see their logs (ranks that started: 0-2 on "
     assert refused(result).startswith(text + HOST)
 
 
@@ -518,7 +531,8 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
     good = [info(), info(), info("node02"), info("node02")]
     assert guard.find_problem(good, 300) == ""
     assert guard.find_problem([*good[:2], None, None], 300) == (
-        "ranks 2-3 of 4 did not start within 300 s: see their logs (ranks here: 0-1 on node01)"
+        "ranks 2-3 of 4 did not start within 300 s: see their logs "
+        "(ranks that started: 0-1 on node01)"
     )
     old = info("node02", PyTorch="2.4.1")
     assert guard.find_problem([*good[:2], old, old], 300) == (

@@ -113,7 +113,7 @@ def test_too_few_gpus_for_nccl(check, tmp_path, config, arguments, refused):
     words = ["--nproc-per-node=4", "train_distributed.py", f"--config={file}", *arguments]
     code, _, error = check(*words)
     assert code == 2 * refused
-    assert not refused or "4 workers for nccl, but 0 visible GPUs: ask for GPUs" in error
+    assert not refused or "4 workers for nccl, but 0 visible GPUs: request GPUs" in error
 
 
 def test_an_unknown_master(check):

@@ -207,7 +207,7 @@ def test_async_checkpoint_that_cannot_be_written_ends_the_run(tmp_path):
     options = ["--batch-size=8", "--checkpoint-every-steps=1", "--stop-at-step=9"]
     code, output = start(copy, "run", *options, before=FULL_DISK)
     assert code == 2 and "Traceback" not in output
-    assert output.count("training goes on") == 2 and output.count("error: cannot write") == 1
+    assert output.count("training continues") == 2 and output.count("error: cannot write") == 1
     assert "step 5" not in output
 
 

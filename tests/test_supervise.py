@@ -238,7 +238,7 @@ def test_an_old_python_is_reported_in_one_sentence(python):
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
     text = (
-        f"supervise.py: error: {command[0]} is not Python 3.8 or newer: set PYTHON, or run it with"
+        f"supervise.py: error: {command[0]} is not Python 3.8 or newer: set PYTHON to a newer one\n"
     )
     assert result.stderr.startswith(text) and result.stderr.count("\n") == 1
 
@@ -387,7 +387,7 @@ def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tm
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no scontrol
     assert not module.requeue()
     assert messages[-1].startswith("Slurm does not requeue job 12: ")
-    assert module.resume_command() == "call sbatch again, with the same arguments"
+    assert module.resume_command() == "call sbatch again with the same arguments"
 
 
 ARGUMENTS = ["a.yaml", "--epochs", "9", "--name", "a b"]  # of which --epochs is from EPOCHS
@@ -489,8 +489,8 @@ def test_a_lock_is_not_removed_while_slurm_does_not_answer_or_knows_nothing_of_i
             24 * 60 + 1,
             "qsub -v X=2,WANDB_API_KEY=... -l nodes=2 pbs_train.sh",
         ),
-        ("    stime = {}", None, "call qsub again, with the same arguments"),
-        ("", None, "call qsub again, with the same arguments"),
+        ("    stime = {}", None, "call qsub again with the same arguments"),
+        ("", None, "call qsub again with the same arguments"),
     ],
 )
 def test_the_deadline_and_the_qsub_command_come_from_qstat(monkeypatch, facts, minutes, command):

@@ -91,7 +91,7 @@ main() {
     on_node "${@:2}"
     exit
   fi
-  [[ -f "${PBS_NODEFILE:-}" ]] || fail "this is for qsub; without PBS: scripts/cluster_train.sh"
+  [[ -f "${PBS_NODEFILE:-}" ]] || fail "submit this script with qsub; without PBS, use scripts/cluster_train.sh"
   [[ -n "$(command -v pbsdsh)" ]] || fail "cannot find pbsdsh on $(hostname)"
   if [[ $# == 0 ]]; then
     read -r -a words <<<"$ARGS"

@@ -137,7 +137,7 @@ def run(nodes, with_pdsh):
                 if word == "end":
                     deadline = time.monotonic() + END_SECONDS + HANG_SECONDS
                 else:
-                    say("stopping: all nodes save and exit; press Ctrl-C again to kill them")
+                    say("stopping: all ranks save and exit; press Ctrl-C again to kill them")
     if aborted and any(node.status != 0 for node in nodes.values()):
         return 130
     if failed:

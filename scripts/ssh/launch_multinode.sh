@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Starts one of several machines by hand, like launch_torchrun_multinode.sh, but with
-# torch.distributed.launch: for a PyTorch version without torchrun.
+# torch.distributed.launch, which is deprecated.
 #
 # Usage: scripts/ssh/launch_multinode.sh CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR [options]
 #

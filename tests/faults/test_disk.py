@@ -54,7 +54,7 @@ def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(tiny, sma
     run = train(run_directory, 2, *options, before=free)
     warnings = [line for line in run.err[0].splitlines() if "No space left on device" in line]
     assert len(warnings) == 1 and "; is the disk full? (" in warnings[0]
-    assert warnings[0].endswith("No space left on device); training goes on")
+    assert warnings[0].endswith("No space left on device); training continues")
     assert f"cannot write {run_directory}/checkpoint_step_9.pt" in warnings[0]
     assert run.checkpoints() == {
         *("checkpoint_step_3", "checkpoint_step_6", "checkpoint_step_12", "checkpoint_epoch_1")
@@ -76,7 +76,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny, sma
     assert run.codes[0] == 2
     last = [line for line in run.err[0].splitlines() if "error: " in line][-1]
     assert "No space left on device" in last and "is the disk full?" in last
-    assert run.err[0].count("training goes on") == (2 if "three" in saves else 0)
+    assert run.err[0].count("training continues") == (2 if "three" in saves else 0)
     assert not list(run.directory.glob(".*.tmp"))
     first = "checkpoint_step_2" if "three" in saves else "checkpoint_step_3"
     small_disk(10 * STATE)
@@ -139,7 +139,7 @@ def test_training_goes_on_while_its_directory_is_read_only(tiny, small_disk, str
         run = train(run_directory, 2, *options, before=mount)
     finally:
         subprocess.run(["umount", run_directory], stderr=subprocess.DEVNULL)  # if it is left
-    warnings = [line for line in run.err[0].splitlines() if line.endswith("; training goes on")]
+    warnings = [line for line in run.err[0].splitlines() if line.endswith("; training continues")]
     assert [re.search(r"checkpoint_step_\d+", line)[0] for line in warnings] == [
         *("checkpoint_step_6", "checkpoint_step_9")
     ]

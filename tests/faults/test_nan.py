@@ -89,6 +89,6 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, tiny):
     options = [*tiny, "--epochs=2", "--checkpoint-every-steps=3"]
     run = launch(tmp_path / "run", 1, *options, before=POISON)
     assert run.codes == [2]
-    error = "error: checkpoint_step_6: the weights are not finite, not saved; lower --lr\n"
+    error = "error: checkpoint_step_6 not saved: the weights are not finite; lower --lr\n"
     assert error in run.err[0]
     assert run.checkpoints() == {"checkpoint_step_3"}
