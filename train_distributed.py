@@ -323,8 +323,8 @@ class MicroBatchSampler:
         cfg.global_batch_size = total = cfg.global_batch_size or cfg.batch_size * world.world_size
         self.global_batch_size, self.per_step = total, total // cfg.batch_size
         if total % cfg.batch_size or self.per_step < world.world_size:
-            text = f"--batch-size must divide the global batch of this run, {total}, into at least"
-            raise UserError(f"{text} {world.world_size} micro-batches: one per rank")
+            text = f"{world.world_size} ranks cannot share a batch of {total} in micro-batches of"
+            raise UserError(f"{text} {cfg.batch_size}: set --batch-size or --checkpoint-dir")
         first, end = (self.per_step * r // world.world_size for r in (world.rank, world.rank + 1))
         self.local_micro_batches, self.steps_per_epoch = range(first, end), -(-samples // total)
 

@@ -408,7 +408,8 @@ def format_ranges(numbers: list[int]) -> str:
 
 def log_topology(infos: list[dict]) -> None:
     for host, ranks in ranks_by_host(infos).items():
-        print(f"guard.py: ranks {format_ranges(ranks)} on {host}", flush=True)
+        plural = "s" * (len(ranks) > 1)
+        print(f"guard.py: rank{plural} {format_ranges(ranks)} on {host}", flush=True)
 
 
 def address_towards(host: str) -> str:

@@ -67,10 +67,12 @@ def test_yaml_tags_are_not_executed(tmp_path):
 
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=20", ranks=2)
-    text = "--batch-size must divide the global batch of this run, "
-    assert message == text + "20, into at least 2 micro-batches: one per rank"
+    remedy = ": set --batch-size or --checkpoint-dir"
+    text = "2 ranks cannot share a batch of 20 in micro-batches of 8"
+    assert message == text + remedy
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=16", ranks=3)
-    assert message == text + "16, into at least 3 micro-batches: one per rank"
+    text = "3 ranks cannot share a batch of 16 in micro-batches of 8"
+    assert message == text + remedy
 
 
 def test_an_unknown_model_is_named(tmp_path, tiny):

@@ -17,7 +17,7 @@
 #   tests/cluster/up.sh 2 && tests/cluster/on.sh login sinfo
 #   tests/cluster/on.sh login srun --nodes=2 --ntasks-per-node=4 hostname
 #   tests/cluster/on.sh login ssh node02 hostname
-#   tests/cluster/on.sh login sbatch --gpus-per-node=2 run_distributed.slurm; tail -f slurm-*.out
+#   tests/cluster/on.sh login sbatch --gpus-per-node=2 run_distributed.slurm; tail -f logs/slurm-*.out
 
 set -euo pipefail
 
