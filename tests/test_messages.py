@@ -483,7 +483,7 @@ def test_an_entry_that_nothing_prints_is_found():
     section = "## guard.py: before the script starts\n\n| Message | Meaning | What to do |\n"
     section += "| --- | --- | --- |\n"
     assert PAGE.count(section) == 1
-    for text in ("the moon is ...: wait", "moon", "no free port", "this is for qsub"):
+    for text in ("the moon is ...: wait", "moon", "no free port", "submit this script with qsub"):
         entries = read_page(PAGE.replace(section, f"{section}| `{text}` | | |\n"))
         wrong = compare(MESSAGES, entries, FILE_PARTS)
         assert wrong == [f"printed by nothing: {normal(text)}"]

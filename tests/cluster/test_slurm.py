@@ -217,7 +217,7 @@ def test_a_busy_port_is_skipped(cluster, repo, tmp_path, probe):
         listener.kill()
         listener.communicate()
     assert code == 0, text
-    assert f"guard.py: port {port} is in use on node01, trying the next" in text
+    assert f"guard.py: port {port} is in use on node01; trying the next one" in text
     assert f"--master-port {port + 1} " in text
     assert [record["world_size"] for record in probed(text)] == [4] * 4
 

@@ -636,7 +636,7 @@ def test_a_busy_port_is_skipped_or_an_error(cluster, repo):
         words = [sys.executable, "scripts/guard.py", "--free-port", "29400"]
         assert cluster.on("node01", *words, cwd=repo) == (
             0,
-            "guard.py: port 29400 is in use on node01, trying the next\n29401\n",
+            "guard.py: port 29400 is in use on node01; trying the next one\n29401\n",
         )
     finally:
         listener.kill()
