@@ -19,7 +19,8 @@ NOT_HERE = {
     r"tests/run.sh": "is this test",
 }
 if not LONG:
-    NOT_HERE[r"quickstart.sh"] = ".ci/run begins with it"
+    NOT_HERE["quickstart.sh"] = ".ci/run begins with it"
+    NOT_HERE["runs/one|runs/two|runs/mlp|git apply"] = "other tests run the same every day"
 WARNINGS_ALLOWED = {"python scripts/doctor.py": 1}  # its exit code if it has found anything
 
 
@@ -81,7 +82,7 @@ def test_the_commands_of_the_readme_print_what_it_shows(clone):
                 ran += 1
         if kind == "text" and here:
             assert difference(shown, output) == "", output
-    assert ran >= 8
+    assert ran >= 4
 
 
 def test_the_example_of_a_model_and_data_of_your_own(clone):

@@ -81,7 +81,7 @@ def run(cluster, train_dir):
 
 
 # These can wait for a long run: other tests cover the same launchers every day.
-EVERY_DAY = ["One machine", "SSH", "Slurm directives", "Local test cluster"]
+EVERY_DAY = ["SSH", "Slurm directives", "Local test cluster"]
 NO_TRAINING = [
     "Smoke test",
     "Slurm directives",

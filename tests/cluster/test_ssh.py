@@ -538,7 +538,7 @@ def broken(cluster, repo, tmp_path_factory):
     shutil.rmtree(repo.parent / "bin", ignore_errors=True)
 
 
-@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("what", "code", "message"),
     [

@@ -51,7 +51,7 @@ def good(tmp_path_factory, tiny):
     return run, run.checkpoint("checkpoint_epoch_2"), run.checkpoint("checkpoint_epoch_3")
 
 
-@pytest.mark.parametrize("seed", range(100 if LONG else 15))
+@pytest.mark.parametrize("seed", range(100 if LONG else 8))
 def test_a_mutation_is_named_and_the_checkpoint_before_is_used_or_nothing_has_changed(
     tmp_path, capsys, good, seed
 ):
