@@ -683,7 +683,7 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
     """
     cfg, sampler, device = run.cfg, run.sampler, run.world.device
     ranks = 1 if cfg.reproducible else run.world.world_size
-    for micro, batch in zip(sampler.local_micro_batches, batches):  # reads not one batch too many
+    for micro, batch in zip(sampler.local_micro_batches, batches):  # zip does not read ahead
         begin, end, step_size = sampler.bounds(step, micro)
         last = micro == sampler.local_micro_batches[-1]
         # Only after the batch is read: reading may also draw random numbers.
