@@ -182,6 +182,14 @@ def copy_repository(to: Path) -> Path:
     return to
 
 
+def write_program(path: Path, text: str) -> Path:
+    """An executable shell script, given without its first line; makes its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
 def load(path: Path):
     """Import the file as a module with the same name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -4,7 +4,7 @@ import difflib
 import re
 from pathlib import Path
 
-BLOCK = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
+BLOCK = re.compile(r"(?ms)^ *```(\w*)\n(.*?)^ *```$")  # indented ones are part of a list
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -38,28 +38,35 @@ def difference(shown: str, printed: str) -> str:
     )
 
 
-def anchors(page: str) -> set[str]:
-    """The ids that GitHub gives to the headings."""
-    seen: dict[str, int] = {}
-    found = set()
-    for title in re.findall(r"(?m)^#{1,6} (.*)$", BLOCK.sub("", page)):
-        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower()
-        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
-        number = seen[slug] = seen.get(slug, -1) + 1
-        found.add(f"{slug}-{number}" if number else slug)
-    return found
+def without_code(page: str) -> str:
+    return BLOCK.sub("", page)
+
+
+def slug(title: str) -> str:
+    """The id that GitHub gives to the first heading with this title."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors(page: str) -> list[str]:
+    """The ids of all headings; GitHub numbers the second and later ones with the same title."""
+    slugs = [slug(title) for title in re.findall(r"(?m)^#{1,6} (.*)$", without_code(page))]
+    numbers = (slugs[:place].count(name) for place, name in enumerate(slugs))
+    return [f"{name}-{number}" if number else name for name, number in zip(slugs, numbers)]
+
+
+def links(page: str) -> list[str]:
+    """The targets of its links within this repository."""
+    text = re.sub(r"`[^`\n]*`", "", without_code(page))
+    found = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    return [link for link in found if not re.match(r"\w+:", link)]
 
 
 def broken_links(path: Path) -> list[str]:
     """Links of a page to files or headings that do not exist."""
-    text = BLOCK.sub("", path.read_text())
-    text = re.sub(r"`[^`\n]*`", "", text)
-    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
     broken = []
-    for link in links:
+    for link in links(path.read_text()):
         file, _, anchor = link.partition("#")
-        if re.match(r"\w+:", link):
-            continue
         target = path.parent / file if file else path
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link)

@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from harness import LONG, REPO, copy_repository
-from pages import anchors, blocks, broken_links, commands, difference
+from harness import LONG, REPO, copy_repository, write_program
+from pages import anchors, blocks, broken_links, commands, difference, links, slug, without_code
 
-PAGES = sorted(path for path in REPO.rglob("*.md") if not {".venv", "runs"} & {*path.parts})
+# Not those of .venv and .pytest_cache.
+PAGES = sorted(p for p in REPO.rglob("*.md") if "/." not in f"/{p.relative_to(REPO)}")
 # Commands of README.md that do not run here, and why.
 NOT_HERE = {
     r"git clone": "downloads this repository",
@@ -29,6 +30,19 @@ def test_links_lead_to_files_and_headings(path):
     assert broken_links(path) == []
 
 
+@pytest.mark.parametrize("name", ["TROUBLESHOOTING.md", "MESSAGES.md"])
+def test_the_pages_of_errors_have_links_and_no_two_headings_alike(name):
+    page = (REPO / "docs" / name).read_text()
+    titles = re.findall(r"(?m)^#+ (.+)$", without_code(page))
+    assert len({slug(title) for title in titles}) == len(titles)
+    assert len(links(page)) > 20
+
+
+def test_anchors_are_those_of_github():
+    text = "# A `b_c`: d, e -4\n```\n# no heading\n```\n## `/dev/shm/nccl-` (x)\n## a\n## A\n"
+    assert anchors(text) == ["a-b_c-d-e--4", "devshmnccl--x", "a", "a-1"]
+
+
 def test_a_broken_link_and_another_output_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n[a](#a-page) [b](#a-pag) [c](absent.md) [d](https://example.org)\n")
@@ -44,13 +58,9 @@ def clone(tmp_path_factory):
     """A copy of the repository with a .venv that has the requirements."""
     copy = copy_repository(tmp_path_factory.mktemp("readme") / "train")
     subprocess.run(["git", "init", "-q"], cwd=copy, check=True)  # for `git apply`
-    (copy / ".venv/bin").mkdir(parents=True)
-    for name, command in (("python", sys.executable), ("pip", f"{sys.executable} -m pip")):
-        (copy / ".venv/bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-        (copy / ".venv/bin" / name).chmod(0o755)
-    torchrun = f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n'
-    (copy / ".venv/bin/torchrun").write_text(torchrun)
-    (copy / ".venv/bin/torchrun").chmod(0o755)
+    modules = {"python": "", "pip": "-m pip", "torchrun": "-m torch.distributed.run"}
+    for name, module in modules.items():
+        write_program(copy / ".venv/bin" / name, f'exec {sys.executable} {module} "$@"')
     (copy / ".venv/installed-requirements.txt").write_text((copy / "requirements.txt").read_text())
     return copy
 
@@ -98,8 +108,9 @@ def test_every_launcher_has_the_same_five_headings():
     guide = (REPO / "docs/LAUNCH_GUIDE.md").read_text()
     launchers = re.findall(r"(?m)^\| \[.*?\]\(#(.*?)\)", guide)
     titles = re.findall(r"(?m)^##+ (.*)$", guide)
+    slugs = [slug(title) for title in titles]
     five = ["Requirements", "Command", "Output", "Environment variables", "Stop and resume"]
     for launcher in launchers:
-        place = [next(iter(anchors(f"# {title}"))) for title in titles].index(launcher)
+        place = slugs.index(launcher)
         assert titles[place + 1 : place + 6] == five, launcher
     assert len(launchers) >= 10

@@ -10,7 +10,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from harness import OLD_PYTHONS, REPO, SLOW_TO_SAVE, copy_repository, processes_with
+from harness import (
+    OLD_PYTHONS,
+    REPO,
+    SLOW_TO_SAVE,
+    copy_repository,
+    processes_with,
+    write_program,
+)
 
 
 class Node:
@@ -135,8 +142,7 @@ LOCAL_LAUNCHERS = {
 def test_macos_and_an_old_bash_are_reported_in_one_sentence(tmp_path, launcher, old):
     """macOS is a stand-in for uname. OLD_BASH is the path of a real bash 3.2, if there is one."""
     if old == "uname":
-        (tmp_path / "uname").write_text("#!/bin/sh\necho Darwin\n")
-        (tmp_path / "uname").chmod(0o755)
+        write_program(tmp_path / "uname", "echo Darwin")
     else:
         (tmp_path / "bash").symlink_to(os.environ["OLD_BASH"])
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
@@ -173,10 +179,8 @@ def conda(tmp_path) -> dict[str, str]:
     for name, text in {"bin/conda": CONDA, "etc/profile.d/conda.sh": CONDA_SH}.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text.format(base=tmp_path))
-    (python := tmp_path / "envs/mine/bin/python").parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    for program in (python, tmp_path / "bin/conda"):
-        program.chmod(0o755)
+    (tmp_path / "bin/conda").chmod(0o755)
+    write_program(tmp_path / "envs/mine/bin/python", f'exec {sys.executable} "$@"')
     return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG_DIR": str(tmp_path)}
 
 

@@ -11,7 +11,16 @@ import time
 from contextlib import suppress
 
 import pytest
-from harness import FOREVER, OLD_PYTHONS, REPO, SLOW_TO_SAVE, load, wait_for_step, wait_until
+from harness import (
+    FOREVER,
+    OLD_PYTHONS,
+    REPO,
+    SLOW_TO_SAVE,
+    load,
+    wait_for_step,
+    wait_until,
+    write_program,
+)
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
 TRAIN = [sys.executable, REPO / "scripts/guard.py", REPO / "train_distributed.py"]
@@ -446,8 +455,7 @@ def test_the_lock_of_a_job_that_has_ended_is_removed(
 def test_a_run_directory_locked_for_a_job_that_is_gone_is_taken_over(tmp_path, tiny, supervise):
     """The trainer writes its run directory to STATUS_FILE before it is refused."""
     for name in ("sinfo", "squeue"):  # a Slurm that knows of no jobs
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, "")
     (tmp_path / "run").mkdir()
     with (tmp_path / "run/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

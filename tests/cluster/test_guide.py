@@ -10,7 +10,15 @@ import shutil
 import sys
 
 import pytest
-from harness import REPO, assert_same_state, copy_repository, torch, train, wait_until
+from harness import (
+    REPO,
+    assert_same_state,
+    copy_repository,
+    torch,
+    train,
+    wait_until,
+    write_program,
+)
 from hosts import HERE
 from pages import blocks, commands, difference
 
@@ -28,11 +36,9 @@ SECTIONS = {m[1]: m[2] for m in SECTION.finditer(GUIDE.read_text()) if BLOCK.sea
 def train_dir(tmp_path_factory):
     """A repository with the .venv that quickstart.sh makes, and qsub, which is simulated."""
     copy = copy_repository(tmp_path_factory.mktemp("guide") / "train")
-    qsub = f'{sys.executable} {HERE}/pbs.py qsub node01,node02 1 "$@"'
-    for path, command in ((".venv/bin/python", f'{sys.executable} "$@"'), ("bin/qsub", qsub)):
-        (copy / path).parent.mkdir(parents=True)
-        (copy / path).write_text(f"#!/bin/sh\nexec {command}\n")
-        (copy / path).chmod(0o755)
+    write_program(copy / ".venv/bin/python", f'exec {sys.executable} "$@"')
+    qsub = f'exec {sys.executable} {HERE}/pbs.py qsub node01,node02 1 "$@"'
+    write_program(copy / "bin/qsub", qsub)
     return copy
 
 
@@ -121,9 +127,6 @@ def test_the_guide_shows_what_is_printed_and_all_end_with_the_same_weights(
 
 # Commands in blocks of bash, and why they do not run here.
 NOT_HERE = {
-    "sacct": "needs Slurm's accounting",
-    "watch": "never ends",
-    "plot_metrics": "tests/test_docs.py runs it",
     "salloc|srun .*(train_distributed|--pty)|bash run_": "another block runs a shorter one",
     "sbatch .*--nodes=4|squeue|tail": "needs four nodes; other blocks have two",
     "conda|pip install|CONDA_ENV": "needs the network; tests/test_launchers.py has a stand-in",
@@ -137,10 +140,17 @@ def test_the_commands_of_the_guide_run_or_cannot():
             assert any(re.search(pattern, command) for pattern in NOT_HERE), command
 
 
+# The same for "Monitoring" in README.md.
+NOT_MONITORED = {
+    "sacct": "needs Slurm's accounting",
+    "watch": "never ends",
+    "plot_metrics": "tests/test_docs.py runs it",
+}
+
+
 def test_the_readme_shows_how_to_monitor_a_job(cluster, train_dir):
     """With a stand-in for nvidia-smi."""
-    (train_dir / "bin/nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI on $(hostname)\n")
-    (train_dir / "bin/nvidia-smi").chmod(0o755)
+    write_program(train_dir / "bin/nvidia-smi", "echo NVIDIA-SMI on $(hostname)")
     env = {"PATH": f"{train_dir}/bin:{os.environ['PATH']}", "PYTHON": ""}
 
     def on_login(command: str) -> str:
@@ -156,7 +166,7 @@ def test_the_readme_shows_how_to_monitor_a_job(cluster, train_dir):
     page = (REPO / "README.md").read_text().split("## Monitoring")[1]
     printed = ""
     for command in commands(blocks(page)[0][1]):
-        if any(name in command for name in ("sacct", "watch", "plot_metrics")):
+        if any(name in command for name in NOT_MONITORED):
             continue
         command = command.replace("JOBID", job).replace("tail -F", "tail -n 100")
         if "--pty" in command:

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from harness import SLOW_TO_SAVE
+from harness import SLOW_TO_SAVE, write_program
 from hosts import HERE, probed, wait_until
 
 SCRIPT = "scripts/pbs/pbs_train.sh"
@@ -133,8 +133,7 @@ def start_job(cluster, repo):
 def test_a_save_that_takes_too_long_ends_with_the_job(start_job, cluster, repo, tmp_path, number):
     """qdel with a kill_delay that is too short, and qdel -W force, without setpriv (RHEL 8)."""
     (script := tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
-    (none := tmp_path / "none").write_text("#!/bin/sh\nexit 1\n")
-    none.chmod(0o755)
+    none = write_program(tmp_path / "none", "exit 1")
     for host in ("node01", "node02"):
         assert cluster.on(host, "mount", "--bind", none, "/usr/bin/setpriv")[0] == 0
     try:

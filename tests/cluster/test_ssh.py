@@ -10,7 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import OLD_PYTHONS, REPO, SLOW_TO_SAVE, assert_same_state, torch, train
+from harness import (
+    OLD_PYTHONS,
+    REPO,
+    SLOW_TO_SAVE,
+    assert_same_state,
+    torch,
+    train,
+    write_program,
+)
 from hosts import Cluster, probed, wait_until
 
 CONFIG = "configs/default_config.yaml"
@@ -103,9 +111,8 @@ def test_a_host_with_an_old_python_is_named_unless_python_is_set(
     """A real Python 3.6 or 3.7 if this machine has one; else a stand-in that always fails."""
     places = ["/usr/local/bin", *filter(os.path.exists, [Path.home() / ".bashrc"])]  # may set PATH
     (empty := tmp_path / "empty").touch()
-    (old := tmp_path / "bin/python3").parent.mkdir()
-    old.write_text(f'#!/bin/sh\nexec {OLD_PYTHONS[0] if OLD_PYTHONS else "false"} "$@"\n')
-    old.chmod(0o755)
+    program = OLD_PYTHONS[0] if OLD_PYTHONS else "false"
+    old = write_program(tmp_path / "bin/python3", f'exec {program} "$@"')
     for source, place in zip([old.parent, empty], places):
         assert cluster.on("node01", "mount", "--bind", source, place) == (0, "")
     try:
@@ -440,11 +447,8 @@ def test_the_last_lines_are_not_lost_if_they_are_read_late(cluster, repo, tmp_pa
 @pytest.mark.long
 def test_a_setpriv_without_pdeathsig(cluster, repo, tmp_path, probe):
     """As in util-linux 2.32, on RHEL 8."""
-    old = tmp_path / "bin/setpriv"
-    old.parent.mkdir()
     error = "setpriv: unrecognized option '--pdeathsig'"
-    old.write_text(f'#!/bin/sh\necho "{error}" >&2\nexit 1\n')
-    old.chmod(0o755)
+    old = write_program(tmp_path / "bin/setpriv", f'echo "{error}" >&2\nexit 1')
     env = {"PATH": f"{old.parent}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
     train = ["scripts/cluster_train.sh", CONFIG, f"--to={tmp_path}"]
     code, text = cluster.on("node01", *train, cwd=repo, **env, **probe)
@@ -505,10 +509,7 @@ def broken(cluster, repo, tmp_path_factory):
         mounts.append(words[-1])
 
     def python_missing():
-        python = repo.parent / "bin/python"
-        python.parent.mkdir()
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-        python.chmod(0o755)
+        python = write_program(repo.parent / "bin/python", f'exec {sys.executable} "$@"')
         mount("-t", "tmpfs", "tmpfs", python.parent)
         return {"env": {"PYTHON": str(python)}}
 
