@@ -8,14 +8,12 @@
 A rank is one process with one GPU. Every rank must call each function marked "collective", or the
 other ranks hang. A step consumes --global-batch-size samples, in micro-batches of --batch-size that
 are divided among the ranks. The samples of a micro-batch, their augmentation and the dropout mask
-depend only on the step and on the index of the micro-batch. If these two options are fixed, runs on
-any number of ranks, and resumed runs, train on the same batches. No random state is saved.
+depend only on the step and on its index: any number of ranks, and resumed runs, see the same ones.
 
 To adapt it, change get_datasets(), build_model() and, if needed, compute_loss(). To save and stop:
 Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in --checkpoint-dir, or the
-file $STOP_FILE; the time $DEADLINE (in seconds since 1970). To save and continue: a file SAVE in
---checkpoint-dir; SIGURG to any rank. To resume, run the same command. Exit code: 0 finished, or
-stopped and saved; 2 user error; 130 second Ctrl-C; 1 other errors.
+file $STOP_FILE; the time $DEADLINE (seconds since 1970). To save and continue: SIGURG, a file SAVE.
+To resume, run the same command. Exit code: 0 finished or saved; 2 user error; 130 second Ctrl-C.
 """
 
 import argparse
@@ -23,7 +21,6 @@ import difflib
 import faulthandler
 import fcntl
 import functools
-import hashlib
 import importlib
 import json
 import math
@@ -36,18 +33,16 @@ import time
 import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torchvision
 import yaml
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
-from torchvision import transforms
-from tqdm import tqdm
 
 
 class UserError(Exception):
@@ -103,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
     add("--checkpoint-every-steps", type=positive_int, help="also save every N steps [off]")
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
-    add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl on GPUs, else gloo]")
+    add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl or xccl on GPUs, else gloo]")
     add("--nodes", type=positive_int, help="fail unless there are this many nodes")
     add("--gpus-per-node", type=positive_int, help="fail unless a node has this many ranks")
     add("--hang-timeout", type=positive_int, default=600, help="seconds without progress [600]")
@@ -151,32 +146,34 @@ class World(NamedTuple):
 def setup_distributed(cfg: argparse.Namespace) -> World:
     """Join all ranks into one process group. Collective."""
     rank, local_rank, world_size, per_node = launch_environment(os.environ)
-    nodes, gpus, device = world_size // per_node, torch.cuda.device_count(), torch.device("cpu")
+    accelerator = getattr(torch, "accelerator", torch.cuda)  # PyTorch < 2.6: only CUDA
+    # Several ranks cannot use the GPU of a Mac (mps), because it has no collectives.
+    gpus = accelerator.device_count() * (world_size == 1 or not torch.backends.mps.is_available())
+    nodes, device = world_size // per_node, torch.device("cpu")
     if (cfg.nodes or nodes, cfg.gpus_per_node or per_node) != (nodes, per_node):
         raise UserError(f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks")
-    backend = cfg.distributed_backend or ("nccl" if gpus else "gloo")
     if gpus:  # with one GPU per Slurm task, each rank sees one GPU, number 0
-        device = torch.device("cuda", local_rank % gpus)
-        torch.cuda.set_device(device)  # otherwise every rank would also use GPU 0
+        device = torch.device(local_rank % gpus)  # cuda (NVIDIA, AMD), xpu (Intel) or mps
+        getattr(accelerator, "set_device_index", torch.cuda.set_device)(device)  # not also GPU 0
+    backend = cfg.distributed_backend or {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
     if rank == 0:
         noun = "GPU" + "s" * (world_size > 1) if gpus else "process" + "es" * (world_size > 1)
         log(f"Starting distributed training on {world_size} {noun} ({per_node} per node)")
         log(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
-        timeout, bound = timedelta(seconds=cfg.hang_timeout), device if backend == "nccl" else None
+        timeout, bound = timedelta(seconds=cfg.hang_timeout), None if backend == "gloo" else device
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
     return World(rank, world_size, device)
 
 
 def launch_environment(env) -> tuple[int, int, int, int]:
     """(rank, local rank, world size, ranks per node): torchrun's, else Slurm's, else 0, 0, 1, 1."""
-    names = ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         # Plain srun. It also needs MASTER_ADDR and MASTER_PORT: scripts/guard.py sets them.
-        slurm = "PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"
-        for (name, _), theirs in zip(names, slurm):
-            env[name] = env[f"SLURM_{theirs}"].split("(")[0].split(",")[0]  # of 4(x2) or 4,3
-    return tuple(int(env.get(name, default)) for name, default in names)
+        slurm = "PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"  # like 4(x2) or 4,3
+        env.update(zip(names, (env[f"SLURM_{s}"].split("(")[0].split(",")[0] for s in slurm)))
+    return tuple(int(env.get(name, default)) for name, default in names.items())
 
 
 def on_rank_0(world: World, function, *arguments):
@@ -219,9 +216,10 @@ def build_model(cfg: argparse.Namespace, spec: "DataSpec") -> nn.Module:
     """The model: images [b, channels, size, size] -> logits [b, classes]. Yours goes here."""
     if cfg.model == "simple_convnet":
         return SimpleConvNet(spec.channels, spec.size, spec.classes, cfg.dropout)
-    if cfg.model not in torchvision.models.list_models(torchvision.models):
+    models = importlib.import_module("torchvision.models")  # only now, because it takes time
+    if cfg.model not in models.list_models(models):
         raise UserError(f"--model {cfg.model} is not a classifier in torchvision.models")
-    return torchvision.models.get_model(cfg.model, num_classes=spec.classes)
+    return models.get_model(cfg.model, num_classes=spec.classes)
 
 
 def build_optimizer(cfg: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
@@ -264,19 +262,30 @@ def get_datasets(cfg: argparse.Namespace) -> tuple[Dataset, Dataset, DataSpec]:
     root = Path(__file__).with_name("data") / "mnist_sample" if shipped else Path(cfg.data_dir)
     with explain(f"cannot read --dataset {cfg.dataset}; is it in {root}?", OSError, RuntimeError):
         if cfg.dataset == "imagefolder":  # DATA_DIR/train/CLASS/*.jpg, DATA_DIR/val/CLASS/*.jpg
+            transforms = importlib.import_module("torchvision.transforms")
+            datasets = importlib.import_module("torchvision.datasets")
             crop = transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()
             plain = transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)
-            train, val = (transforms.Compose([*t, transforms.PILToTensor()]) for t in (crop, plain))
-            train = torchvision.datasets.ImageFolder(root / "train", train)
-            val = torchvision.datasets.ImageFolder(root / "val", val)
+            steps = [transforms.Compose([*t, transforms.PILToTensor()]) for t in (crop, plain)]
+            train, val = map(datasets.ImageFolder, (root / "train", root / "val"), steps)
             if train.classes != val.classes:
                 raise UserError(f"{train.root} and {val.root} have different classes")
             return train, val, DataSpec(3, size, len(train.classes))
-        parts = [torchvision.datasets.MNIST(root, t, download=not shipped) for t in (True, False)]
-    size, channels = cfg.image_size or 28, 1 if cfg.model == "simple_convnet" else 3
-    resize = transforms.Compose([transforms.Resize(size), lambda i: i.expand(-1, channels, -1, -1)])
-    sets = (InMemoryImages(resize(part.data[:, None]), part.targets) for part in parts)
-    return *sets, DataSpec(channels, size, 10, (0.1307,), (0.3081,))
+        if not shipped:
+            importlib.import_module("torchvision.datasets").MNIST(root, download=True)
+        size, channels = cfg.image_size or 28, 1 if cfg.model == "simple_convnet" else 3
+        sets = (read_mnist(root / "MNIST/raw", part, channels, size) for part in ("train", "t10k"))
+        return *sets, DataSpec(channels, size, 10, (0.1307,), (0.3081,))
+
+
+def read_mnist(directory: Path, part: str, channels: int, size: int) -> "InMemoryImages":
+    """Files of MNIST (a header, then bytes), resized to uint8 [n, channels, size, size]."""
+    files = (f"{directory}/{part}-{name}-ubyte" for name in ("images-idx3", "labels-idx1"))
+    images, labels = (torch.from_file(f, size=os.path.getsize(f), dtype=torch.uint8) for f in files)
+    images, labels = images[16:].view(len(labels) - 8, 1, 28, 28), labels[8:].long()
+    if size != 28:
+        images = nn.functional.interpolate(images.float(), size, mode="bilinear", antialias=True)
+    return InMemoryImages(images.round().byte().expand(-1, channels, -1, -1), labels)
 
 
 class InMemoryImages(TensorDataset):
@@ -305,8 +314,7 @@ class SeededDataset(Dataset):
 
 def derive_seed(*parts) -> int:
     """A 63-bit seed from numbers and words; neighboring numbers give unrelated seeds."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 class MicroBatchSampler:
@@ -340,8 +348,7 @@ class MicroBatchSampler:
         for step in range(self.first_step, self.steps_per_epoch):
             for micro in self.local_micro_batches:
                 begin, end, _ = self.bounds(step, micro)
-                # If the last step has fewer than C samples, some micro-batches are empty. They get
-                # a sample with weight 0, because every rank must take part in the backward pass.
+                # An empty one, in a short last step, gets a sample with weight 0 (DDP needs it).
                 yield order[begin : max(end, begin + 1)].tolist()
 
 
@@ -351,7 +358,7 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler) -> DataLo
         dataset.tensors = tuple(tensor.to(world.device) for tensor in dataset.tensors)
         return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=default_convert)
     options = {"num_workers": cfg.num_workers, "persistent_workers": cfg.num_workers > 0}
-    options |= {"worker_init_fn": ignore_stop_signals, "pin_memory": world.device.type == "cuda"}
+    options |= {"worker_init_fn": ignore_stop_signals, "pin_memory": world.device.type != "cpu"}
     return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
 
 
@@ -367,7 +374,7 @@ class Metrics:
         self.sums = torch.zeros(3, dtype=torch.int64, device=device)
 
     def add(self, loss_sum: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        self.sums[0] += (loss_sum.double() * 2**24).nan_to_num(0, 0, 0).clamp(max=2**53).long()
+        self.sums[0] += (loss_sum.float() * 2**24).nan_to_num(0, 0, 0).clamp(max=2**53).long()
         self.sums[1] += (logits.argmax(1) == labels).sum()
         self.sums[2] += labels.numel()
 
@@ -632,7 +639,6 @@ def compute_loss(run: Run, model: nn.Module, images: torch.Tensor, labels: torch
     """(sum of losses, logits [b, classes], labels) of uint8 or 0 .. 1 images. Yours goes here."""
     device, brightest = run.world.device, 255 if images.dtype == torch.uint8 else 1
     images = images.to(device, torch.float32, non_blocking=True).sub(brightest * run.mean)
-    # Convolutions are faster on channels_last.
     images = images.div_(brightest * run.std).contiguous(memory_format=torch.channels_last)
     labels = labels.to(device, non_blocking=True)
     dtype = torch.float16 if run.cfg.amp == "fp16" else torch.bfloat16
@@ -689,8 +695,8 @@ def train_step(run: Run, batches, step: int, metrics: Metrics) -> None:
         # Only after the batch is read: reading may also draw random numbers.
         seed = derive_seed(cfg.seed, "dropout", run.global_step, micro)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed every backend
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        if device.type != "cpu":
+            getattr(torch, device.type).manual_seed(seed)
         with nullcontext() if last or run.ddp is run.model else run.ddp.no_sync():
             loss_sum, logits, labels = compute_loss(run, run.ddp, *batch)
             weight = ranks / step_size if end > begin else 0.0
@@ -732,12 +738,10 @@ def train_epoch(run: Run) -> bool:
     if sampler.first_step == 0:
         run.epoch_totals = run.logged_totals = before = [0, 0, 0]
     metrics, run.mark = Metrics(run.world.device), (time.perf_counter(), before[2])
-    batches, quiet = iter(run.train_loader), run.world.rank > 0 or not sys.stderr.isatty()
-    bar = tqdm(total=sampler.steps_per_epoch, initial=sampler.first_step, disable=quiet)
+    batches = iter(run.train_loader)
     run.model.train()
     for step in range(sampler.first_step, sampler.steps_per_epoch):
         train_step(run, batches, step, metrics)
-        bar.update()
         last, end = step + 1 == sampler.steps_per_epoch, run.global_step == run.last_step
         log_now = last or run.global_step % cfg.log_every_steps == 0
         save_now = run.global_step % (cfg.checkpoint_every_steps or math.inf) == 0
@@ -745,30 +749,26 @@ def train_epoch(run: Run) -> bool:
             totals, stop, save = sync(run, metrics)
             run.epoch_totals = [a + b for a, b in zip(before, totals)]
             if log_now:
-                log_interval(run, bar)
+                log_interval(run)
             if last or end or stop:
                 break
             if save_now or save:
                 save_checkpoint(run, final=False)
-    bar.close()
     save_checkpoint(run, final=end or stop)
     if last and (not stop or run.global_step == run.total):
         evaluate(run)
     return stop
 
 
-def log_interval(run: Run, bar: tqdm) -> None:
+def log_interval(run: Run) -> None:
     """Record the steps since the last record, which was at run.mark: (seconds, samples)."""
     values = means(*(a - b for a, b in zip(run.epoch_totals, run.logged_totals)))
     (began, samples), run.mark = run.mark, (time.perf_counter(), run.epoch_totals[2])
-    values["samples_per_second"] = (run.mark[1] - samples) / (run.mark[0] - began)
-    text = f"loss {values['loss']:.4f}, {values['samples_per_second']:.0f} samples/s"
+    values["samples_per_second"] = speed = (run.mark[1] - samples) / (run.mark[0] - began)
     run.logged_totals = run.epoch_totals
     if run.world.rank == 0:
         write_record(run, "train", lr=run.optimizer.param_groups[0]["lr"], **values)
-        bar.set_postfix_str(text)
-        if bar.disable:
-            log(f"  step {run.global_step}: {text}")
+        log(f"  step {run.global_step}: loss {values['loss']:.4f}, {speed:.0f} samples/s")
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def first_line(error: Exception) -> str:
 def missing_packages(script: str) -> list[str]:
     packages = ["torch"]
     if Path(script).name == "train_distributed.py":
-        packages += ["torchvision", "yaml", "tqdm"]
+        packages += ["torchvision", "yaml"]
     return [name for name in packages if not importlib.util.find_spec(name)]
 
 

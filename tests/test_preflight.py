@@ -74,7 +74,7 @@ def test_without_a_master_the_rest_is_checked(check):
 def test_missing_packages(check):
     code, _, error = check("train_distributed.py", python=["-S"])  # without its site-packages
     assert code == 2
-    assert f"{sys.executable} has no torch, torchvision, yaml, tqdm: pip install -r" in error
+    assert f"{sys.executable} has no torch, torchvision, yaml: pip install -r" in error
     code, _, error = check("my_train.py", python=["-S"])
     assert code == 2 and "has no torch: pip install -r" in error
 

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from harness import BF16_PRODUCT, REPO, TORCHRUN, bf16_settings, train
 
-from train_distributed import launch_environment
+from train_distributed import launch_environment, parse_config, setup_distributed
 
 # As printed by `env` under Slurm 22.05 with two nodes.
 BATCH_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_NODEID": "0"}
@@ -42,6 +43,43 @@ def test_ranks_come_from_torchrun_else_from_an_srun_step(env, expected):
     assert launch_environment(dict(env)) == expected
 
 
+ACCELERATOR = getattr(torch, "accelerator", torch.cuda)
+
+
+@pytest.fixture
+def four_gpus(monkeypatch) -> list:
+    """Stand-ins for GPUs, and for what uses them. Returns the calls."""
+    try:
+        torch.device(0)
+    except RuntimeError:
+        pytest.skip("without a GPU, this PyTorch refuses to name its device")
+    calls = []
+    setter = "set_device" if ACCELERATOR is torch.cuda else "set_device_index"
+    monkeypatch.setattr(ACCELERATOR, "device_count", lambda: 4)
+    monkeypatch.setattr(ACCELERATOR, setter, calls.append)
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group",
+        lambda backend, timeout, device_id: calls.append((backend, device_id)),
+    )
+    for name, value in TORCHRUN_RANK.items():
+        monkeypatch.setenv(name, value)
+    return calls
+
+
+@pytest.mark.parametrize("local_rank, gpu", [(1, 1), (5, 1)])
+def test_a_rank_uses_the_gpu_of_its_local_rank(four_gpus, monkeypatch, local_rank, gpu):
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    device = setup_distributed(parse_config([])).device
+    assert device == torch.device("cuda", gpu)
+    assert four_gpus == [device, ("nccl", device)]
+
+
+def test_several_ranks_on_a_mac_use_its_cpu(four_gpus, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert setup_distributed(parse_config([])).device == torch.device("cpu")
+    assert four_gpus == [("gloo", None)]
+
+
 def test_plain_python_in_a_batch_shell_is_a_single_process(tmp_path, tiny):
     result = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", env=BATCH_SHELL)
     assert "Starting distributed training on 1 process (1 per node)\n" in result.out[0]
@@ -74,7 +112,8 @@ def test_importing_the_trainer_changes_nothing(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_a_copy_of_the_trainer_alone_trains(tmp_path):
+def test_a_copy_of_the_trainer_alone_trains_without_torchvision(tmp_path):
+    (tmp_path / "torchvision.py").write_text("raise ImportError('not installed')")
     copy = tmp_path / "my_train.py"
     copy.write_bytes((REPO / "train_distributed.py").read_bytes())
     options = ["--dataset=synthetic", "--image-size=16", "--epochs=1"]
