@@ -216,7 +216,7 @@ def build_model(cfg: argparse.Namespace, spec: "DataSpec") -> nn.Module:
     """The model: images [b, channels, size, size] -> logits [b, classes]. Yours goes here."""
     if cfg.model == "simple_convnet":
         return SimpleConvNet(spec.channels, spec.size, spec.classes, cfg.dropout)
-    models = importlib.import_module("torchvision.models")  # only now, because it takes time
+    models = importlib.import_module("torchvision.models")
     if cfg.model not in models.list_models(models):
         raise UserError(f"--model {cfg.model} is not a classifier in torchvision.models")
     return models.get_model(cfg.model, num_classes=spec.classes)
@@ -262,17 +262,16 @@ def get_datasets(cfg: argparse.Namespace) -> tuple[Dataset, Dataset, DataSpec]:
     root = Path(__file__).with_name("data") / "mnist_sample" if shipped else Path(cfg.data_dir)
     with explain(f"cannot read --dataset {cfg.dataset}; is it in {root}?", OSError, RuntimeError):
         if cfg.dataset == "imagefolder":  # DATA_DIR/train/CLASS/*.jpg, DATA_DIR/val/CLASS/*.jpg
-            transforms = importlib.import_module("torchvision.transforms")
-            datasets = importlib.import_module("torchvision.datasets")
-            crop = transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()
-            plain = transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)
-            steps = [transforms.Compose([*t, transforms.PILToTensor()]) for t in (crop, plain)]
-            train, val = map(datasets.ImageFolder, (root / "train", root / "val"), steps)
+            tv = importlib.import_module("torchvision")  # only here, because it takes time
+            crop = tv.transforms.RandomResizedCrop(size), tv.transforms.RandomHorizontalFlip()
+            plain = tv.transforms.Resize(size * 8 // 7), tv.transforms.CenterCrop(size)
+            both = [tv.transforms.Compose([*t, tv.transforms.PILToTensor()]) for t in (crop, plain)]
+            train, val = map(tv.datasets.ImageFolder, (root / "train", root / "val"), both)
             if train.classes != val.classes:
                 raise UserError(f"{train.root} and {val.root} have different classes")
             return train, val, DataSpec(3, size, len(train.classes))
         if not shipped:
-            importlib.import_module("torchvision.datasets").MNIST(root, download=True)
+            importlib.import_module("torchvision").datasets.MNIST(root, download=True)
         size, channels = cfg.image_size or 28, 1 if cfg.model == "simple_convnet" else 3
         sets = (read_mnist(root / "MNIST/raw", part, channels, size) for part in ("train", "t10k"))
         return *sets, DataSpec(channels, size, 10, (0.1307,), (0.3081,))
@@ -359,6 +358,8 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler) -> DataLo
         return DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=default_convert)
     options = {"num_workers": cfg.num_workers, "persistent_workers": cfg.num_workers > 0}
     options |= {"worker_init_fn": ignore_stop_signals, "pin_memory": world.device.type != "cpu"}
+    if cfg.num_workers and sys.platform == "linux":  # a signal would end Python 3.14's forkserver
+        options["multiprocessing_context"] = "fork"
     return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
 
 
@@ -578,8 +579,7 @@ class StopFlag:
 
 def ignore_stop_signals(_worker: int) -> None:
     """Schedulers signal all processes of a job, but a rank needs its workers until it stops."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 # ----------------------------------------------------------------------------------- TRAINING
@@ -831,8 +831,7 @@ def train(cfg: argparse.Namespace, world: World) -> None:
 def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopFlag exists, Ctrl-C ends the process
     try:
-        cfg = parse_config(sys.argv[1:] if argv is None else argv)
-        train(cfg, setup_distributed(cfg))
+        train(cfg := parse_config(sys.argv[1:] if argv is None else argv), setup_distributed(cfg))
     except (UserError, ModuleNotFoundError) as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2 if os.environ.get("RANK", "0") != "0" else 0)  # let rank 0 exit first
@@ -843,6 +842,7 @@ def main(argv: list[str] | None = None) -> None:
         for worker in multiprocessing.active_children():
             worker.kill()  # of a DataLoader; exit would wait for it
     if dist.is_initialized():
+        time.sleep(0.5 if torch.__version__ < "2.8" else 0)  # for gloo: pytorch issue 154976
         dist.destroy_process_group()  # not after an error: it might wait for other ranks
 
 
