@@ -13,15 +13,12 @@ import argparse
 import contextlib
 import importlib.util
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from ranks import MALLOC, REPO, run_ranks
-
-RECIPE = REPO / "docs/recipes/async_checkpoint.patch"
+from ranks import MALLOC, REPO, apply_recipe, run_ranks
 
 
 class Trainer:
@@ -32,7 +29,7 @@ class Trainer:
         file = directory / "train_distributed.py"
         file.write_bytes((REPO / file.name).read_bytes())
         if recipe:
-            subprocess.run(["git", "apply", RECIPE], cwd=directory, check=True)
+            apply_recipe("async_checkpoint", directory)
         spec = importlib.util.spec_from_file_location(directory.name, file)
         self.code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.code)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +34,50 @@ class Setup:
     amp: bool = False  # bf16
     compile: bool = False
     workers: int = 2  # loader processes per rank
+    idle: bool = False  # profile the last block instead of timing it
+
+
+class Profile:
+    """Measures the share of time in which the GPU runs nothing; on a CPU, no operator of PyTorch.
+
+    Measured with PyTorch's profiler, from the first kernel to the last. Copies count as work.
+    """
+
+    def __init__(self, gpu: bool):
+        from torch.profiler import ProfilerActivity, profile
+
+        self.kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if gpu else {"cpu_op"}
+        self.profile = profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU])
+
+    def idle_share(self) -> float:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "trace.json")
+            self.profile.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(errors="replace"))["traceEvents"]
+        work = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in self.kinds]
+        return idle_share(work)
+
+
+def idle_share(work: list[tuple[float, float]]) -> float:
+    """The share of the time from the first (begin, end) to the last that none of them covers."""
+    work = sorted(work)
+    first = end = work[0][0]
+    idle = 0.0
+    for begin, until in work:
+        idle += max(0.0, begin - end)
+        end = max(end, until)
+    return idle / (end - first)
 
 
 class Clock:
-    """Records when the first step ended, and the duration of each block after the first."""
+    """Records when the first step ended, and the duration of each block after the first.
 
-    def __init__(self, steps: int, synchronize=lambda: None):
+    With a profile, the last block is profiled, not timed.
+    """
+
+    def __init__(self, steps: int, synchronize=lambda: None, profile: Profile | None = None):
         self.steps, self.done, self.first, self.synchronize = steps, 0, 0.0, synchronize
-        self.block = steps // BLOCKS
+        self.block, self.profile = steps // BLOCKS, profile
         self.blocks: list[float] = []
 
     def tick(self) -> None:
@@ -50,10 +87,14 @@ class Clock:
             self.first = time.time()
         if self.done % self.block == 0:
             self.synchronize()
-            now = time.perf_counter()
-            if self.done > self.block:
+            now, number = time.perf_counter(), self.done // self.block
+            if number > 1 and not (self.profile and number == BLOCKS):
                 self.blocks.append(now - self.began)
-            self.began = now
+            if self.profile and number == BLOCKS - 1:
+                self.profile.profile.start()
+            elif self.profile and number == BLOCKS:
+                self.profile.profile.stop()
+            self.began = time.perf_counter()
 
     @property
     def over(self) -> bool:
@@ -370,7 +411,8 @@ def main() -> None:
 
     name, setup = sys.argv[1], Setup(**json.loads(sys.argv[2]))
     gpu = setup.device == "cuda"
-    clock = Clock(setup.steps, *[torch.cuda.synchronize] * gpu)
+    synchronize = torch.cuda.synchronize if gpu else lambda: None
+    clock = Clock(setup.steps, synchronize, Profile(gpu) if setup.idle else None)
     CONTESTANTS[name](setup, clock)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -379,7 +421,10 @@ def main() -> None:
     if gpu:
         peak = torch.cuda.max_memory_allocated() / 2**20
     speeds = [clock.block * setup.batch / seconds for seconds in clock.blocks]
-    print(json.dumps({"first": clock.first, "speeds": speeds, "peak": peak}))
+    found = {"first": clock.first, "speeds": speeds, "peak": peak}
+    if setup.idle:
+        found["idle"] = clock.profile.idle_share()
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,13 @@ REPO = Path(__file__).resolve().parent.parent
 SITE = (REPO / "scripts/site.sh").read_text()
 # The launchers set this for CPU ranks; scripts/guard.py also gives each rank its own cores.
 MALLOC = {"GLIBC_TUNABLES": re.search(r"GLIBC_TUNABLES:-([^}]+)", SITE)[1]}
+
+
+def apply_recipe(name: str, directory: Path) -> None:
+    """Apply docs/recipes/NAME.patch to a copy of the trainer."""
+    tool = ["git", "apply"] if shutil.which("git") else ["patch", "--quiet", "-p1", "-i"]
+    recipe = REPO / f"docs/recipes/{name}.patch"
+    subprocess.run([*tool, recipe], cwd=directory, check=True)
 
 
 def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[str]:

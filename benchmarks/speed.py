@@ -6,6 +6,7 @@
     python benchmarks/speed.py --before OTHER_CHECKOUT --only ours
     python benchmarks/speed.py --gpu --ranks 1 --batch 256 --model resnet50 --dataset synthetic
     ... and --amp, --compile; with --dataset imagefolder --data-dir DIR --workers 16
+    python benchmarks/speed.py --gpu --ranks 1 --compile --only limit ours --recipe cuda_graphs
 
 The contestants (benchmarks/contestants.py):
 
@@ -20,12 +21,14 @@ The contestants (benchmarks/contestants.py):
     lightning     Lightning's Trainer    (pip install -r benchmarks/requirements.txt)
     accelerate    Accelerate             (the same)
     before        with --before DIR: `ours` of DIR/benchmarks/contestants.py
+    NAME          with --recipe NAME: `ours` with docs/recipes/NAME.patch
 
 All train the same network on the same data with the same optimizer. They alternate, so that a
 machine whose speed drifts affects all of them: compare the ratios. The output has medians over the
 rounds: samples per second over all ranks, the ratio to the first contestant (with its range), the
 seconds from the start to the end of the first step, and the peak memory of the largest rank (with
---gpu, on the GPU). --output is a bar chart.
+--gpu, on the GPU). --idle adds the share of time in which the GPU runs no kernel, from a profile of
+the last tenth of the steps. --output is a bar chart. If a contestant fails, the others go on.
 """
 
 import argparse
@@ -33,6 +36,8 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -42,17 +47,18 @@ from dataclasses import fields
 from pathlib import Path
 
 import contestants
-from ranks import MALLOC, REPO, run_ranks
+from ranks import MALLOC, REPO, apply_recipe, run_ranks
 
 NAMES = list(contestants.CONTESTANTS)
 
 
 def launch(name: str, ranks: int, options) -> dict[str, float]:
     """Run one turn of a contestant in new processes."""
-    root, env = (options.before, {}) if name == "before" else (REPO, {})
-    words = [root / "benchmarks/contestants.py", "ours" if name == "before" else name]
+    root, env = options.copies.get(name, REPO), {}
+    ours = name in ("ours", "reproducible", *options.copies)
+    words = [root / "benchmarks/contestants.py", "ours" if name in options.copies else name]
     guard = root / "scripts/guard.py"
-    if name in ("ours", "reproducible", "before") and guard.exists():
+    if ours and guard.exists():
         words.insert(0, guard)
     if name in ("limit", "sums") or words[0] == guard:
         env = {} if options.gpu else MALLOC
@@ -65,10 +71,13 @@ def launch(name: str, ranks: int, options) -> dict[str, float]:
         began = time.time()
         outputs = run_ranks([*words, json.dumps(setup)], ranks, **env)
         results = [json.loads(out.splitlines()[-1]) for out in outputs]
+    # Loader workers deliver batches in bursts: their median would be the speed of a burst.
+    mean = statistics.harmonic_mean if options.dataset == "imagefolder" else statistics.median
     return {
-        "samples/s": sum(statistics.median(result["speeds"]) for result in results),
+        "samples/s": sum(mean(result["speeds"]) for result in results),
         "first step": max(result["first"] for result in results) - began,
         "peak MB": max(result["peak"] for result in results),
+        "idle": max(result.get("idle", 0) for result in results),
     }
 
 
@@ -84,24 +93,59 @@ def write_mnist(root: Path, samples: int) -> None:
         (root / "MNIST/raw" / source.name).write_bytes(head + times * data[header:])
 
 
+def copy_with_recipe(name: str, directory: Path) -> Path:
+    """What a contestant needs of this repository, with the recipe applied."""
+    copy = directory / name
+    for part in ("benchmarks", "scripts"):
+        shutil.copytree(REPO / part, copy / part)
+    shutil.copy(REPO / "train_distributed.py", copy)
+    apply_recipe(name, copy)
+    return copy
+
+
+def take_turns(names: list[str], ranks: int, options) -> tuple[dict[str, list], dict[str, str]]:
+    """(the turns of each contestant, why the others have none). SIGTERM and Ctrl-C end it early."""
+    turns: dict[str, list[dict]] = {name: [] for name in names}
+    failed = {}
+    with suppress(KeyboardInterrupt):
+        for number in range(options.rounds):
+            for name in names if number % 2 else reversed(names):
+                if name not in failed:
+                    try:
+                        turns[name].append(launch(name, ranks, options))
+                    except SystemExit as error:
+                        failed[name] = "failed"
+                        print(f"\n{error}", file=sys.stderr)
+                    print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    measured = {name: turns[name] for name in names if turns[name] and name not in failed}
+    return measured, {n: failed.get(n, "not measured") for n in names if n not in measured}
+
+
 def compare(names: list[str], ranks: int, options) -> dict[str, list[float]]:
     """Print a table. Returns the ratios to the first contestant, one per round, by contestant."""
     names = [name for name in names if name != "sums" or ranks > 1]
-    turns: dict[str, list[dict]] = {name: [] for name in names}
-    for number in range(options.rounds):
-        for name in names if number % 2 else reversed(names):
-            turns[name].append(launch(name, ranks, options))
-            print(".", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    print(f"\n| {ranks} rank(s) | samples/s | / {names[0]} | first step | peak memory |")
-    print("| --- | --- | --- | --- | --- |")
+    turns, absent = take_turns(names, ranks, options)
+    absent = options.absent | absent
+    options.failed = options.failed or absent != options.absent
+    heads = [f"{ranks} rank(s)", "samples/s", f"/ {next(iter(turns), '-')}", "first step"]
+    heads += ["peak memory", *["idle"] * options.idle]
+    print(f"\n| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
     ratios = {}
     for name, results in turns.items():
-        speed, first, peak = (statistics.median(r[key] for r in results) for key in results[0])
-        ratios[name] = [a["samples/s"] / b["samples/s"] for a, b in zip(results, turns[names[0]])]
+        speed, first, peak, idle = (statistics.median(r[k] for r in results) for k in results[0])
+        others = next(iter(turns.values()))
+        ratios[name] = [a["samples/s"] / b["samples/s"] for a, b in zip(results, others)]
         low, high = min(ratios[name]), max(ratios[name])
-        ratio = f"{statistics.median(ratios[name]):.3f} ({low:.3f} to {high:.3f})"
-        print(f"| {name} | {speed:.0f} | {ratio} | {first:.1f} s | {peak:.0f} MB |", flush=True)
+        cells = [
+            name,
+            f"{speed:.0f}",
+            f"{statistics.median(ratios[name]):.3f} ({low:.3f} to {high:.3f})",
+        ]
+        cells += [f"{first:.1f} s", f"{peak:.0f} MB", *[f"{100 * idle:.1f} %"] * options.idle]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    for name, reason in absent.items():
+        print(f"| {name} | {reason} {'| ' * (len(heads) - 2)}|")
     return ratios
 
 
@@ -150,7 +194,9 @@ def parse_options() -> argparse.Namespace:
     add("--workers", type=int, default=2, help="loader processes per rank [2]")
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
     add("--before", type=Path, help="another checkout to compare with")
-    add("--output", default="speed.png", help="[speed.png]")
+    add("--recipe", help="the name of a recipe to compare with")
+    add("--idle", action="store_true", help="also measure how long the GPU runs no kernel")
+    add("--output", default="speed.png", help="bar chart; empty: none [speed.png]")
     options = parser.parse_args()
     if (options.model == "simple_convnet") != (options.dataset == "mnist"):
         parser.error("simple_convnet needs mnist, torchvision's models need another --dataset")
@@ -161,16 +207,23 @@ def parse_options() -> argparse.Namespace:
     if options.dataset == "imagefolder":
         options.classes = sum(path.is_dir() for path in Path(options.data_dir, "train").iterdir())
     options.names = [name for name in NAMES if name in options.only]
-    for name in {"lightning", "accelerate"} & set(options.names):
-        if not importlib.util.find_spec(name):
+    options.absent, options.failed = {}, False  # name of a contestant without figures: why
+    for name in ("lightning", "accelerate"):
+        if name in options.names and not importlib.util.find_spec(name):
             print(f"Skipping {name}: pip install -r benchmarks/requirements.txt", file=sys.stderr)
             options.names.remove(name)
+            options.absent[name] = "not installed"
+    options.copies = {}  # name of a contestant: its copy of this repository
     if options.before:
         options.names.insert(0, "before")
+        options.copies["before"] = options.before
+    if options.recipe:
+        options.names.append(options.recipe)
     return options
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parse_options()
     import torch
 
@@ -185,8 +238,13 @@ def main() -> None:
             samples = contestants.needed(options.steps, options.batch, max(options.ranks))
             write_mnist(Path(directory), max(samples, 60_000))
             options.data_dir = directory
+        if options.recipe:
+            options.copies[options.recipe] = copy_with_recipe(options.recipe, Path(directory))
         ratios = {ranks: compare(options.names, ranks, options) for ranks in options.ranks}
-    plot(ratios, machine, options.output)
+    if options.failed:
+        sys.exit(1)
+    if options.output:
+        plot(ratios, machine, options.output)
 
 
 if __name__ == "__main__":
