@@ -3,6 +3,7 @@
 
     python benchmarks/loader.py                         # creates its own files; five minutes
     python benchmarks/loader.py --data-dir imagenet --files 5000 --workers 8 16 32
+    python benchmarks/loader.py --make DIR --copies 8   # only creates files, each under 8 names
 
 Bare decoding is the limit: one process per core opens, decodes, crops, resizes and flips its share
 of the files, as `--dataset imagefolder` does, and discards the images. The trainer's loader does
@@ -12,6 +13,7 @@ the median ratio within a round.
 """
 
 import argparse
+import functools
 import multiprocessing
 import os
 import statistics
@@ -31,33 +33,44 @@ import train_distributed as trainer  # noqa: E402
 CORES = len(os.sched_getaffinity(0))
 
 
-def make_files(root: Path, number: int) -> None:
-    """JPEG files of ImageNet's mean size, 500 x 375 pixels and 110 kB: multi-scale noise."""
-    generator = np.random.default_rng(0)
-    for index in range(number):
-        pixels = np.zeros((375, 500, 3), np.float32)
-        for octave in range(1, 9):
-            small = generator.normal(0, 24, (2**octave, 2**octave, 3)).astype(np.float32)
-            layers = [Image.fromarray(small[..., c]).resize((500, 375)) for c in range(3)]
-            pixels += np.stack(layers, -1)
-        image = Image.fromarray(np.clip(pixels + 128, 0, 255).astype(np.uint8))
-        for folder in ("train", "val") if index < 2 else ("train",):
-            path = root / folder / f"class_{index % 2}" / f"{index}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.save(path, quality=92)
+def make_file(root: Path, copies: int, index: int) -> None:
+    """A JPEG file of ImageNet's mean size, 500 x 375 pixels and 110 kB: multi-scale noise."""
+    generator, pixels = np.random.default_rng(index), np.zeros((375, 500, 3), np.float32)
+    for octave in range(1, 9):
+        small = generator.normal(0, 24, (2**octave, 2**octave, 3)).astype(np.float32)
+        layers = [Image.fromarray(small[..., c]).resize((500, 375)) for c in range(3)]
+        pixels += np.stack(layers, -1)
+    first = root / "val" / f"class_{index % 2}" / f"{index}.jpg"
+    others = [root / "train" / first.parent.name / f"{index}_{n}.jpg" for n in range(copies)]
+    for path in (first, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.clip(pixels + 128, 0, 255).astype(np.uint8)).save(first, quality=92)
+    for path in others:
+        os.link(first, path)
+    if index >= 2:  # an epoch evaluates the files in val
+        first.unlink()
+
+
+def make_files(root: Path, number: int, copies: int = 1) -> None:
+    """Make that many files on all cores, each under `copies` names (hard links)."""
+    with multiprocessing.get_context("fork").Pool(CORES) as pool:
+        pool.map(functools.partial(make_file, root, copies), range(number))
+
+
+def shrink(path: str, target: Path) -> None:
+    image = Image.open(path).convert("RGB")
+    scale = 256 / min(image.size)
+    image = image.resize([round(scale * side) for side in image.size], Image.BICUBIC)
+    image.save(target, quality=92)
 
 
 def make_smaller(target: Path, paths: list[str]) -> list[str]:
     """Copies of the files, resized so that the short side has 256 pixels."""
     target.mkdir()
-    smaller = []
-    for number, path in enumerate(paths):
-        image = Image.open(path).convert("RGB")
-        scale = 256 / min(image.size)
-        image = image.resize([round(scale * side) for side in image.size], Image.BICUBIC)
-        smaller.append(str(target / f"{number}.jpg"))
-        image.save(smaller[-1], quality=92)
-    return smaller
+    smaller = [target / f"{number}.jpg" for number in range(len(paths))]
+    with multiprocessing.get_context("fork").Pool(CORES) as pool:
+        pool.starmap(shrink, zip(paths, smaller))
+    return list(map(str, smaller))
 
 
 def decode_all(function, paths: list[str], ready, go) -> None:
@@ -147,9 +160,13 @@ def main() -> None:
     workers = sorted({0, 1, 2, CORES, 2 * CORES})
     add("--workers", type=int, nargs="+", default=workers, help="[0 1 2, cores, twice the cores]")
     add("--rounds", type=int, default=5, help="[5]")
+    add("--make", type=Path, metavar="DIR", help="only create the files, in this directory")
+    add("--copies", type=int, default=1, help="with --make: names of each file [1]")
     options = parser.parse_args()
     if options.files < CORES:
         parser.error(f"--files should be at least {CORES}, one for each core")
+    if options.make:
+        return make_files(options.make, options.files, options.copies)
     with tempfile.TemporaryDirectory() as directory:
         if not options.data_dir:
             options.data_dir = Path(directory, "made")

@@ -3,14 +3,15 @@
 
     python benchmarks/overhead.py                   # 1 and 2 ranks, five minutes
     python benchmarks/overhead.py --ranks 2 --turns 30
+    python benchmarks/overhead.py --gpu --ranks 1 -- --model resnet50 --dataset synthetic
 
-The trainer: blocks of 20 steps with fault tolerance (GradScaler skips steps whose gradients are not
-finite; sync() exchanges the stop flag and restarts the hang timer) alternate with blocks without it
-(same model, data, update and sum of the metrics). The output has the median ratio of neighboring
-blocks with its standard error.
+The options after -- are the trainer's. The trainer: blocks of 20 steps with fault tolerance
+(GradScaler skips steps whose gradients are not finite; sync() exchanges the stop flag and restarts
+the hang timer) alternate with blocks without it (same model, data, update and sum of the metrics).
+The output has the median ratio of neighboring blocks with its standard error.
 
-guard.py: the time of its optimizer hook and the CPU time of its threads, as a share of a step of
-15 ms. It only watches launches of two or more ranks.
+guard.py: the time of its optimizer hook and the CPU time of its threads, as a share of a step of 15
+ms. It only watches launches of two or more ranks.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from ranks import MALLOC, REPO, run_ranks
 BLOCK, STEP = 20, 0.015  # steps; seconds
 
 
-def rank(turns: int, directory: str) -> None:
+def rank(turns: int, directory: str, more: list[str]) -> None:
     """Run in each rank, under scripts/guard.py: print the figures as JSON."""
     sys.path.insert(0, str(REPO))
     import torch
@@ -36,6 +37,8 @@ def rank(turns: int, directory: str) -> None:
 
     batch_size = 24 // int(os.environ["WORLD_SIZE"])  # about 15 ms on two cores
     words = [f"--checkpoint-dir={directory}", f"--batch-size={batch_size}", "--epochs=1000"]
+    words += more
+    torch.backends.cudnn.benchmark = True  # as the trainer does
     cfg = trainer.parse_config(words)
     world = trainer.setup_distributed(cfg)
     run = trainer.Run(cfg, world, trainer.RunDirectory(Path(directory)), {})
@@ -50,7 +53,7 @@ def rank(turns: int, directory: str) -> None:
         metrics, run.scaler = trainer.Metrics(world.device), scalers[tolerant]
         began = time.perf_counter()
         for step in range(BLOCK):
-            trainer.train_step(run, batches, step, metrics)
+            trainer.train_step(run, batches, step % run.sampler.steps_per_epoch, metrics)
         trainer.sync(run, metrics) if tolerant else metrics.all_reduce(world)
         return (time.perf_counter() - began) / BLOCK
 
@@ -92,14 +95,16 @@ def main() -> None:
     add("--turns", type=int, default=300, help="pairs of blocks, with and without [300]")
     add("--gpu", action="store_true", help="on GPUs, one per rank")
     add("--rank", help=argparse.SUPPRESS)
+    add("options", nargs="*", help="options of the trainer, after --")
     options = parser.parse_args()
     if options.rank:
-        return rank(options.turns, options.rank)
+        return rank(options.turns, options.rank, options.options)
     env = {} if options.gpu else MALLOC | {"CUDA_VISIBLE_DEVICES": ""}
     guard = REPO / "scripts/guard.py"
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as directory:
             words = [guard, __file__, f"--turns={options.turns}", f"--rank={directory}"]
+            words += ["--", *options.options]
             outputs = run_ranks(words, ranks, **env)
         of_rank = [json.loads(out.splitlines()[-1]) for out in outputs]
         found = of_rank[0]
