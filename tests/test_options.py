@@ -3,7 +3,7 @@
 import pytest
 import torch
 import yaml
-from harness import REPO, assert_same_state, launch, train
+from harness import REPO, assert_same_state, launch, run_ranks, train
 
 import train_distributed
 
@@ -289,3 +289,38 @@ def test_resuming_from_an_older_checkpoint_of_the_run_is_refused(tmp_path, tiny,
 @pytest.mark.parametrize("options", [["--amp=fp16"], ["--amp=bf16"], ["--deterministic"]])
 def test_gpu_trains_and_resumes(tmp_path, tiny, options):
     assert_trains_and_resumes_bitwise(tmp_path, 1, *tiny, "--epochs=1", "--deterministic", *options)
+
+
+# A single rank has neither a process group nor DDP, unless this adds them.
+WITH_NCCL = """if True:
+    import torch.distributed as dist, train_distributed as trainer
+
+    def setup_distributed(cfg, inner=trainer.setup_distributed):
+        world = inner(cfg)
+        dist.init_process_group("nccl", device_id=world.device)
+        return world
+
+    def train_epoch(run, inner=trainer.train_epoch):
+        trainer.wrap_ddp(run)
+        return inner(run)
+
+    def all_reduce(self, world, more=(), inner=trainer.Metrics.all_reduce):
+        dist.all_reduce(self.sums)
+        return inner(self, world, more)
+
+    trainer.setup_distributed, trainer.train_epoch = setup_distributed, train_epoch
+    trainer.Metrics.all_reduce = all_reduce
+"""
+
+
+@gpu
+def test_gpu_one_rank_with_ddp_over_nccl_ends_with_the_weights_of_a_plain_process(tmp_path, tiny):
+    options = [*tiny, "--epochs=1", "--deterministic"]
+    plain = train(tmp_path / "plain", 1, *options)
+    run = tmp_path / "nccl"
+    command = [REPO / "train_distributed.py", f"--checkpoint-dir={run}", *options]
+    launched = run_ranks(1, *command, before=WITH_NCCL, directory=run)
+    assert launched.codes == [0], launched.err[0]
+    end = "checkpoint_epoch_1"
+    assert_same_state(launched.checkpoint(end), plain.checkpoint(end))
+    assert launched.records("epoch")[0]["test_loss"] == plain.records("epoch")[0]["test_loss"]
