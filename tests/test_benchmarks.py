@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import REPO
+from harness import REPO, load, processes_with
 
 
 def run(tmp_path, script: str, *words: str) -> str:
@@ -94,3 +94,74 @@ def test_scaling_compares_predictions_with_measurements(tmp_path):
     out = run(tmp_path, "scaling.py", *"--mbits 200 --hosts 3 --processes 2".split())
     assert out.count("| 200 Mbit/s |") == 6 and "one host: median error" in out
     assert (tmp_path / "scaling.png").stat().st_size > 5000
+
+
+ON_GPU = [REPO / "benchmarks/on_gpu.sh", "--cpu"]
+
+
+def on_gpu(tmp_path, *words: str, **env: str):
+    """A rehearsal of on_gpu.sh on the CPU. Returns (the process, its report)."""
+    command = [*ON_GPU, f"--output={tmp_path}/report.md", *words]
+    env = os.environ | {"PYTHON": sys.executable, "MARK": str(tmp_path)} | env
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    return done, (tmp_path / "report.md").read_text()
+
+
+def test_on_gpu_goes_on_after_a_part_that_fails_or_cannot_be_measured(tmp_path):
+    words = ["--only", "mnist", "tests", "doctor", f"--data-dir={tmp_path}"]
+    done, report = on_gpu(tmp_path, *words, PYTEST_ADDOPTS="--absent")
+    assert done.returncode == 1, done.stderr
+    title = "Tests that need a GPU (fp16, bf16, NCCL)"
+    assert f"| {title} | failed (exit code 4) " in report
+    assert f"| Time to 80 % on MNIST | not measured (no {tmp_path}/MNIST/raw/train-" in report
+    assert re.search(r"^\| The machine \| measured in \d+ s \|$", report, re.M), report
+    section = r"^### The machine\n\n    python scripts/doctor.py\n\n    OK +GPUs "
+    assert re.search(section, report, re.M), report
+    assert "unrecognized arguments: --absent" in (tmp_path / "report.md.log").read_text()
+
+
+def test_on_gpu_names_a_missing_package_and_stops_a_part_at_its_time_limit(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['pytest'] = None")
+    words = ["--only", "tests", "startup", "--minutes=0.06"]
+    done, report = on_gpu(tmp_path, *words, PYTHONPATH=str(tmp_path))
+    assert "NCCL) | not measured (not installed: pytest) |" in report
+    # It depends on the speed of this machine whether any time is left for it.
+    late = r"failed \(stopped after \d s\)|not measured \(the 0.06 minutes were over\)"
+    assert re.search(rf"^\| Start-up \| ({late}) \|$", report, re.M), report + done.stderr
+    assert not processes_with("MARK", tmp_path)
+
+
+def test_on_gpu_without_a_gpu_is_a_user_error():
+    env = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(ON_GPU[:1], capture_output=True, text=True, env=env)
+    text = "on_gpu.sh: error: PyTorch finds no GPU here; --cpu is a rehearsal without one\n"
+    assert (done.returncode, done.stderr) == (2, text)
+
+
+@pytest.mark.long
+def test_on_gpu_measures_every_part(tmp_path):
+    done, report = on_gpu(tmp_path)
+    assert done.returncode == 0, report
+    assert len(re.findall(r"^\| [^|]+ \| measured in \d+ s \|$", report, re.M)) == 13, report
+    assert "\n\n| ranks | interpreter |" in report and "| bare decoding, the limit | " in report
+    assert re.search(
+        r"^\| cuda_graphs \|( [\d.() to]+ \|){2} [\d.]+ s \| \d+ MB \| [\d.]+ % \|$", report, re.M
+    )
+
+
+@pytest.mark.long
+def test_speed_goes_on_after_a_contestant_that_fails(tmp_path, monkeypatch):
+    (tmp_path / "accelerate.py").write_text("raise ImportError('of a library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = "--ranks 1 --rounds 1 --steps 20 --output= --only limit accelerate".split()
+    command = [sys.executable, REPO / "benchmarks/speed.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "ImportError: of a library" in done.stderr
+    assert re.search(r"^\| limit \| \d+ \| 1\.000 ", done.stdout, re.M), done.stdout
+    assert "\n| accelerate | failed | | | |\n" in done.stdout
+
+
+def test_idle_share_counts_the_time_between_overlapping_kernels_once():
+    idle_share = load(REPO / "benchmarks/contestants.py").idle_share
+    assert idle_share([(30, 40), (0, 10), (5, 20), (6, 7)]) == 10 / 40
+    assert idle_share([(0, 10), (10, 20)]) == 0
