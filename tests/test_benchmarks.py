@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed.fsdp
 from harness import REPO, load, processes_with
 
 
@@ -165,3 +166,11 @@ def test_idle_share_counts_the_time_between_overlapping_kernels_once():
     idle_share = load(REPO / "benchmarks/contestants.py").idle_share
     assert idle_share([(30, 40), (0, 10), (5, 20), (6, 7)]) == 10 / 40
     assert idle_share([(0, 10), (10, 20)]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="PyTorch < 2.6")
+def test_fsdp_halves_what_two_ranks_hold(tmp_path):
+    words = "--model resnet18 --ranks 2 --steps 1 --rounds 1"
+    out = run(tmp_path, "recipes.py", *words.split())
+    assert re.search(r"^\| 2 \| 187\.0 MB \| 93\.5 MB \| 0\.500 \| \d\.\d\d ", out, re.M), out

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from harness import REPO, context, load, start_fork_server
+import torch.distributed.fsdp
+from harness import REPO, assert_same_state, context, launch, load, start_fork_server
 from torchvision.datasets import MNIST
 
 RECIPES = sorted((REPO / "docs/recipes").glob("*.patch"))
@@ -27,6 +27,19 @@ FULL_DISK = """if True:
     def save(*arguments):
         raise OSError(28, "No space left on device")
     torch.save = save
+"""
+
+
+# Prints how many elements of the parameters and of the momentum this rank holds.
+PRINT_SIZES = """if True:
+    from torch.optim.optimizer import register_optimizer_step_post_hook as hook
+    def local(tensor):
+        return tensor.to_local().numel() if hasattr(tensor, "to_local") else tensor.numel()
+    def show(optimizer, *_):
+        momentum = [values["momentum_buffer"] for values in optimizer.state.values()]
+        print("elements", *(sum(map(local, part)) for part in (
+            optimizer.param_groups[0]["params"], momentum)))
+    hook(show)
 """
 
 
@@ -85,6 +98,14 @@ def train(copy: Path, *options: str, run: str = "run", before: str = "") -> list
     assert code == 0, output
     lines = (copy.with_name(run) / "metrics.jsonl").read_text().splitlines()
     return [record for line in lines if (record := json.loads(line))["kind"] == "train"]
+
+
+def train_on(copy: Path, ranks: int, run: str, *options: str, before: str = ""):
+    """The harness.Result of a training on several ranks that should succeed."""
+    use = f"from pathlib import Path; from harness import load; load(Path({str(copy)!r}))\n"
+    result = launch(copy.with_name(run), ranks, *options, before=use + before)
+    assert result.codes == [0] * ranks, "\n".join(result.out + result.err)
+    return result
 
 
 def weights(copy: Path, step: int, run: str = "run") -> dict[str, torch.Tensor]:
@@ -219,3 +240,35 @@ def test_cuda_graphs_trains_and_refuses_what_it_cannot(tmp_path):
     assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in plain], rel=1e-4)
     code, output = start(copy, "other", *options, "--compile", "--reproducible")
     assert code == 2 and "CUDA graphs need a single rank" in output
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="PyTorch < 2.6")
+def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
+    copy = patched(tmp_path, "fsdp")
+    options = [*tiny, "--batch-size=17", "--global-batch-size=102", "--epochs=2", "--keep=9"]
+    sharded = train_on(copy, 2, "sharded", *options, before=PRINT_SIZES)
+    plain = launch(tmp_path / "plain", 2, *options, before=PRINT_SIZES)
+    sizes = [list(map(int, r.out[0].split("elements")[1].split()[:2])) for r in (sharded, plain)]
+    assert sizes[0][0] == sizes[0][1] < 0.51 * sizes[1][0]
+    for kind in ("train", "epoch"):  # 7 test batches: the ranks have different numbers of them
+        for ours, theirs in zip(sharded.records(kind), plain.records(kind), strict=True):
+            for name in set(ours) - {"kind", "time", "samples_per_second"}:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name
+    for name, values in plain.newest()["optimizer"]["state"].items():
+        for key, value in values.items():
+            ours = sharded.newest()["optimizer"]["state"][name][key]
+            torch.testing.assert_close(ours, value, rtol=1e-2, atol=1e-5)
+
+    file = f"--resume={tmp_path / 'sharded/checkpoint_epoch_1.pt'}"
+    resumed = train_on(copy, 2, "resumed", *options, file)
+    assert_same_state(resumed.newest(), sharded.newest())
+    alone = launch(tmp_path / "alone", 1, *options, file)  # the trainer without the recipe
+    file = f"--resume={tmp_path / 'plain/checkpoint_epoch_1.pt'}"
+    back = train_on(copy, 2, "back", *options, file)
+    for name, value in plain.newest()["model"].items():
+        for other in (sharded, alone, back):
+            torch.testing.assert_close(other.newest()["model"][name], value, rtol=0, atol=1e-6)
+    use = f"from pathlib import Path; from harness import load; load(Path({str(copy)!r}))"
+    uneven = [*options, "--global-batch-size=51"]
+    refused = launch(tmp_path / "uneven", 2, *uneven, before=use)
+    assert refused.codes[0] == 2 and "as many micro-batches" in refused.err[0]

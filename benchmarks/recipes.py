@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Memory and duration of a step with the recipe fsdp, compared with DDP.
+
+    python benchmarks/recipes.py                                        # two minutes on two cores
+    python benchmarks/recipes.py --ranks 8 --model vit_l_16 --size 224 --batch 16 --optimizer adamw
+
+Both trainers run in the same processes and take turns. The memory is that of one rank between the
+update and zero_grad(): the bytes of the storage of all parameters, gradients and optimizer states,
+without activations, buffers, and the whole parameters and gradients of the part of the model that
+FSDP works on. The ratio of durations is the median and the range over the rounds.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ranks import MALLOC, REPO, run_ranks
+
+
+class Trainer:
+    """A copy of train_distributed.py in its own directory, with or without the recipe."""
+
+    def __init__(self, directory: Path, recipe: str, words: list[str], world=None):
+        directory.mkdir(parents=True)
+        file = directory / "train_distributed.py"
+        file.write_bytes((REPO / file.name).read_bytes())
+        if recipe:
+            patch = REPO / f"docs/recipes/{recipe}.patch"
+            subprocess.run(["git", "apply", patch], cwd=directory, check=True)
+        spec = importlib.util.spec_from_file_location(directory.name, file)
+        self.code = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.code)
+        cfg = self.code.parse_config([*words, f"--checkpoint-dir={directory / 'run'}"])
+        self.world = world or self.code.setup_distributed(cfg)
+        self.run = self.code.Run(cfg, self.world, self.code.RunDirectory(directory / "run"), {})
+        if not recipe:
+            self.code.wrap_ddp(self.run)
+        self.run.model.train()
+        self.run.optimizer.register_step_post_hook(lambda *_: self.measure())
+        self.metrics = self.code.Metrics(self.world.device)
+        self.batches = (batch for _ in iter(int, 1) for batch in self.run.train_loader)
+
+    def measure(self) -> None:
+        parameters = list(self.run.model.parameters())
+        values = [value for state in self.run.optimizer.state.values() for value in state.values()]
+        self.bytes = 0
+        for tensors in (parameters, [p.grad for p in parameters], values):
+            local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+            storages = [t.untyped_storage() for t in local]  # one storage for many, in DDP
+            self.bytes += sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    def seconds(self, steps: int) -> float:
+        """The mean duration of a step."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.code.train_step(self.run, self.batches, 0, self.metrics)
+        self.metrics.all_reduce(self.world)  # waits for the GPU and for the other ranks
+        return (time.perf_counter() - began) / steps
+
+
+def worker(options) -> None:
+    """On every rank: print {name: [bytes, seconds of each round]} of both."""
+    words = f"--dataset synthetic --image-size {options.size} --model {options.model}"
+    words += f" --batch-size {options.batch} --optimizer {options.optimizer}"
+    own = Path(tempfile.mkdtemp(dir=options.directory))
+    ddp = Trainer(own / "ddp", "", words.split())
+    both = {"DDP": ddp, "FSDP": Trainer(own / "fsdp", "fsdp", words.split(), ddp.world)}
+    times = {name: [] for name in both}
+    for number in range(options.rounds + 1):
+        for name in sorted(both, reverse=number % 2 == 1):
+            times[name].append(both[name].seconds(options.steps))
+    print(json.dumps({name: [both[name].bytes, *times[name][1:]] for name in both}))  # 1: warm-up
+
+
+def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--model", default="resnet50", help="of torchvision.models [resnet50]")
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="adamw", help="[adamw]")
+    parser.add_argument("--size", type=int, default=32, help="pixels per side [32]")
+    parser.add_argument("--batch", type=int, default=4, help="samples per rank and step [4]")
+    parser.add_argument("--steps", type=int, default=5, help="per turn [5]")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)  # a worker
+    options = parser.parse_args()
+    if options.directory:
+        return worker(options)
+    print(f"{options.model}, {options.optimizer}, {options.batch} samples per rank")
+    print("| ranks | DDP, per rank | FSDP, per rank | ratio | duration of a step, FSDP / DDP |")
+    print("| --- | --- | --- | --- | --- |")
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory() as directory:
+            words = [__file__, *sys.argv[1:], f"--directory={directory}"]
+            lines = [out.splitlines()[-1] for out in run_ranks(words, ranks, **MALLOC)]
+        (ddp, *slow), (fsdp, *fast) = (
+            [max(values) for values in zip(*(json.loads(line)[name] for line in lines))]
+            for name in ("DDP", "FSDP")
+        )
+        times = sorted(b / a for a, b in zip(slow, fast))
+        median = f"{statistics.median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})"
+        memory = f"{ddp / 1e6:.1f} MB | {fsdp / 1e6:.1f} MB | {fsdp / ddp:.3f}"
+        print(f"| {ranks} | {memory} | {median} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
