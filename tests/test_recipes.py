@@ -242,6 +242,42 @@ def test_cuda_graphs_trains_and_refuses_what_it_cannot(tmp_path):
     assert code == 2 and "CUDA graphs need a single rank" in output
 
 
+def test_ema_averages_the_weights_and_resumes_exactly(tmp_path, tiny):
+    with_norm = TRAINER.replace(
+        "nn.ReLU(), nn.Dropout(dropout))", "nn.ReLU(), nn.BatchNorm1d(128))"
+    )
+    copy = patched(tmp_path, "ema", with_norm)
+    options = [*tiny, "--batch-size=51", "--global-batch-size=102", "--epochs=2", "--keep=9"]
+    options += ["--ema-decay=0.2", "--checkpoint-every-steps=1"]
+    whole = train_on(copy, 2, "whole", *options)
+    names = "checkpoint_step_1", "checkpoint_epoch_1", "checkpoint_step_3", "checkpoint_epoch_2"
+    average = None
+    for step, state in enumerate(map(whole.checkpoint, names), 1):
+        assert state["ema"].keys() == state["model"].keys()
+        decay = min(0.2, (1 + step) / (10 + step))
+        for name, value in state["model"].items() if average else ():
+            if value.is_floating_point():
+                expected = average[name] * decay + value * (1 - decay)
+                torch.testing.assert_close(state["ema"][name], expected)
+        average = state["ema"]
+    file = f"--resume={tmp_path / 'whole/checkpoint_epoch_1.pt'}"
+    resumed = train_on(copy, 2, "resumed", *options, file)  # evaluates what rank 0 had saved
+    assert_same_state(resumed.newest(), whole.newest())
+    for name, value in average.items():
+        assert torch.equal(resumed.newest()["ema"][name], value), name
+    for ours, theirs in zip(whole.records("epoch"), resumed.records("epoch"), strict=True):
+        assert ours["ema_loss"] == pytest.approx(theirs["ema_loss"], abs=1e-6)
+        assert ours["ema_accuracy"] == theirs["ema_accuracy"]
+        assert ours["ema_loss"] != pytest.approx(ours["test_loss"], abs=1e-4)
+
+    old = tmp_path / "old.pt"  # of the trainer without the recipe
+    torch.save({key: value for key, value in state.items() if key != "ema"}, old)
+    more = train_on(copy, 1, "more", *options, f"--resume={old}", "--epochs=3", "--stop-at-step=5")
+    new, weight = more.newest(), "10.weight"
+    expected = state["model"][weight] * 0.2 + new["model"][weight] * 0.8
+    torch.testing.assert_close(new["ema"][weight], expected)
+
+
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="PyTorch < 2.6")
 def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     copy = patched(tmp_path, "fsdp")
