@@ -278,6 +278,32 @@ def test_ema_averages_the_weights_and_resumes_exactly(tmp_path, tiny):
     torch.testing.assert_close(new["ema"][weight], expected)
 
 
+def test_weight_decay_spares_norms_and_biases(tmp_path, tiny):
+    (tmp_path / "plain").mkdir()
+    plain, copy = patched(tmp_path / "plain", "own_model"), patched(tmp_path, "own_model")
+    recipe = ["git", "apply", REPO / "docs/recipes/weight_decay.patch"]
+    subprocess.run(recipe, cwd=tmp_path, check=True)
+    options = [*tiny, "--model=mlp", "--lr=1", "--checkpoint-every-steps=1", "--stop-at-step=2"]
+    train(plain, *options, "--weight-decay=0", run="without")
+    train(plain, *options, "--weight-decay=0.3", run="with")
+    train(copy, *options, "--weight-decay=0.3")
+    for name, value in weights(copy, 1).items():
+        same = weights(plain, 1, "without" if value.ndim < 2 else "with")[name]
+        other = weights(plain, 1, "with" if value.ndim < 2 else "without")[name]
+        assert torch.equal(value, same), name
+        assert torch.equal(value, other) == (name == "norm.bias"), name  # it starts at 0
+    file = f"--resume={tmp_path / 'run/checkpoint_step_1.pt'}"
+    train(copy, *options, "--weight-decay=0.3", file, run="resumed")
+    resumed, whole = (
+        torch.load(tmp_path / run / "checkpoint_step_2.pt", weights_only=True)
+        for run in ("resumed", "run")
+    )
+    assert_same_state(resumed, whole)
+    file = f"--resume={tmp_path / 'plain/with/checkpoint_step_1.pt'}"
+    code, output = start(copy, "refused", *options, file)
+    assert code == 2 and "Traceback" not in output and "choose another" in output
+
+
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="PyTorch < 2.6")
 def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     copy = patched(tmp_path, "fsdp")
