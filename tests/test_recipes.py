@@ -304,6 +304,33 @@ def test_weight_decay_spares_norms_and_biases(tmp_path, tiny):
     assert code == 2 and "Traceback" not in output and "choose another" in output
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch < 2.9")
+def test_muon_orthogonalizes_in_bf16_and_resumes_exactly(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/guide.txt").write_text((REPO / "docs/TROUBLESHOOTING.md").read_text())
+    copy = patched(tmp_path, "language_model")
+    recipe = ["git", "apply", REPO / "docs/recipes/muon.patch"]
+    subprocess.run(recipe, cwd=tmp_path, check=True)
+    options = [f"--data-dir={tmp_path / 'texts'}", "--dataset=text", "--batch-size=8"]
+    options += ["--optimizer=muon", "--lr=0.02", "--stop-at-step=12", "--checkpoint-every-steps=11"]
+    records = train(copy, *options)
+    assert records[-1]["loss"] < 4.5
+    before, after = weights(copy, 11), weights(copy, 12)
+    for name, value in after.items():
+        change = torch.linalg.svdvals(value - before[name]) if value.ndim == 2 else None
+        if change is not None:  # Muon's changes have singular values of about the same size
+            assert (change[0] < 2.5 * change.median()) == name.startswith("blocks."), name
+    file = f"--resume={tmp_path / 'run/checkpoint_step_11.pt'}"
+    train(copy, *options, file, run="resumed")
+    resumed, whole = (
+        torch.load(tmp_path / run / "checkpoint_step_12.pt", weights_only=True)
+        for run in ("resumed", "run")
+    )
+    assert_same_state(resumed, whole)
+    code, output = start(copy, "other", "--optimizer=muon", "--model=resnet18", "--image-size=32")
+    assert code == 2 and "--optimizer muon needs" in output
+
+
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="PyTorch < 2.6")
 def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     copy = patched(tmp_path, "fsdp")
