@@ -1,5 +1,6 @@
 """The patches of docs/recipes: each applies to the trainer, and the patched trainer trains."""
 
+import gzip
 import json
 import math
 import os
@@ -9,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.fsdp
-from harness import REPO, assert_same_state, context, launch, load, start_fork_server
+from harness import (
+    REPO,
+    Result,
+    assert_same_state,
+    context,
+    launch,
+    load,
+    run_ranks,
+    start_fork_server,
+)
 from torchvision.datasets import MNIST
 
 RECIPES = sorted((REPO / "docs/recipes").glob("*.patch"))
@@ -40,6 +50,28 @@ PRINT_SIZES = """if True:
         print("elements", *(sum(map(local, part)) for part in (
             optimizer.param_groups[0]["params"], momentum)))
     hook(show)
+"""
+
+# PyTorch's kernels for this need a GPU: the same formulas, with a differentiable all_reduce.
+SYNC_BATCHNORM_ON_CPU = """if True:
+    import torch
+    from torch.distributed.nn.functional import all_reduce
+
+    def forward(self, x):
+        mean, var = self.running_mean, self.running_var
+        if self.training:
+            each = [x.sum((0, 2, 3)), (x * x).sum((0, 2, 3)), x.new_tensor(x.numel() / len(mean))]
+            total, squares, count = all_reduce(torch.stack([v.expand_as(mean) for v in each]))
+            mean, var = total / count, squares / count - (total / count) ** 2
+            with torch.no_grad():
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_var.lerp_(var * count / (count - 1), self.momentum)
+        scale = self.weight * (var + self.eps).rsqrt()
+        return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+
+    torch.nn.SyncBatchNorm.forward = forward
+    DDP = torch.nn.parallel.DistributedDataParallel
+    DDP._passing_sync_batchnorm_handle = lambda *_: None  # it refuses models on a CPU
 """
 
 
@@ -100,10 +132,17 @@ def train(copy: Path, *options: str, run: str = "run", before: str = "") -> list
     return [record for line in lines if (record := json.loads(line))["kind"] == "train"]
 
 
-def train_on(copy: Path, ranks: int, run: str, *options: str, before: str = ""):
-    """The harness.Result of a training on several ranks that should succeed."""
-    use = f"from pathlib import Path; from harness import load; load(Path({str(copy)!r}))\n"
-    result = launch(copy.with_name(run), ranks, *options, before=use + before)
+def launch_copy(
+    copy: Path, ranks: int, *options: str, run: str = "run", before: str = ""
+) -> Result:
+    """A training on several ranks, which may fail, in the directory `run` beside the copy."""
+    argv = [f"--checkpoint-dir={copy.with_name(run)}", "--log-every-steps=1", *options]
+    guard = str(REPO / "scripts/guard.py")  # runs the copy in a process that has imported torch
+    return run_ranks(ranks, guard, str(copy), *argv, before=before, directory=copy.with_name(run))
+
+
+def train_ranks(copy: Path, ranks: int, *options: str, **more) -> Result:
+    result = launch_copy(copy, ranks, *options, **more)
     assert result.codes == [0] * ranks, "\n".join(result.out + result.err)
     return result
 
@@ -249,7 +288,7 @@ def test_ema_averages_the_weights_and_resumes_exactly(tmp_path, tiny):
     copy = patched(tmp_path, "ema", with_norm)
     options = [*tiny, "--batch-size=51", "--global-batch-size=102", "--epochs=2", "--keep=9"]
     options += ["--ema-decay=0.2", "--checkpoint-every-steps=1"]
-    whole = train_on(copy, 2, "whole", *options)
+    whole = train_ranks(copy, 2, *options, run="whole")
     names = "checkpoint_step_1", "checkpoint_epoch_1", "checkpoint_step_3", "checkpoint_epoch_2"
     average = None
     for step, state in enumerate(map(whole.checkpoint, names), 1):
@@ -261,7 +300,7 @@ def test_ema_averages_the_weights_and_resumes_exactly(tmp_path, tiny):
                 torch.testing.assert_close(state["ema"][name], expected)
         average = state["ema"]
     file = f"--resume={tmp_path / 'whole/checkpoint_epoch_1.pt'}"
-    resumed = train_on(copy, 2, "resumed", *options, file)  # evaluates what rank 0 had saved
+    resumed = train_ranks(copy, 2, *options, file, run="resumed")  # evaluates what rank 0 had saved
     assert_same_state(resumed.newest(), whole.newest())
     for name, value in average.items():
         assert torch.equal(resumed.newest()["ema"][name], value), name
@@ -272,7 +311,9 @@ def test_ema_averages_the_weights_and_resumes_exactly(tmp_path, tiny):
 
     old = tmp_path / "old.pt"  # of the trainer without the recipe
     torch.save({key: value for key, value in state.items() if key != "ema"}, old)
-    more = train_on(copy, 1, "more", *options, f"--resume={old}", "--epochs=3", "--stop-at-step=5")
+    more = train_ranks(
+        copy, 1, *options, f"--resume={old}", "--epochs=3", "--stop-at-step=5", run="more"
+    )
     new, weight = more.newest(), "10.weight"
     expected = state["model"][weight] * 0.2 + new["model"][weight] * 0.8
     torch.testing.assert_close(new["ema"][weight], expected)
@@ -335,7 +376,7 @@ def test_muon_orthogonalizes_in_bf16_and_resumes_exactly(tmp_path):
 def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     copy = patched(tmp_path, "fsdp")
     options = [*tiny, "--batch-size=17", "--global-batch-size=102", "--epochs=2", "--keep=9"]
-    sharded = train_on(copy, 2, "sharded", *options, before=PRINT_SIZES)
+    sharded = train_ranks(copy, 2, *options, before=PRINT_SIZES, run="sharded")
     plain = launch(tmp_path / "plain", 2, *options, before=PRINT_SIZES)
     sizes = [list(map(int, r.out[0].split("elements")[1].split()[:2])) for r in (sharded, plain)]
     assert sizes[0][0] == sizes[0][1] < 0.51 * sizes[1][0]
@@ -349,11 +390,11 @@ def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
             torch.testing.assert_close(ours, value, rtol=1e-2, atol=1e-5)
 
     file = f"--resume={tmp_path / 'sharded/checkpoint_epoch_1.pt'}"
-    resumed = train_on(copy, 2, "resumed", *options, file)
+    resumed = train_ranks(copy, 2, *options, file, run="resumed")
     assert_same_state(resumed.newest(), sharded.newest())
     alone = launch(tmp_path / "alone", 1, *options, file)  # the trainer without the recipe
     file = f"--resume={tmp_path / 'plain/checkpoint_epoch_1.pt'}"
-    back = train_on(copy, 2, "back", *options, file)
+    back = train_ranks(copy, 2, *options, file, run="back")
     for name, value in plain.newest()["model"].items():
         for other in (sharded, alone, back):
             torch.testing.assert_close(other.newest()["model"][name], value, rtol=0, atol=1e-6)
@@ -361,3 +402,63 @@ def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     uneven = [*options, "--global-batch-size=51"]
     refused = launch(tmp_path / "uneven", 2, *uneven, before=use)
     assert refused.codes[0] == 2 and "as many micro-batches" in refused.err[0]
+
+
+def test_sync_batchnorm_computes_the_statistics_of_all_ranks(tmp_path):
+    copy = patched(tmp_path, "sync_batchnorm")
+    options = ["--dataset=synthetic", "--image-size=32", "--model=resnet18", "--stop-at-step=2"]
+    whole = train(copy, *options, "--batch-size=8", run="whole")
+    both = [*options, "--batch-size=4", "--global-batch-size=8"]
+    for run, more in (("run", []), ("recomputed", ["--activation-checkpointing"])):
+        result = train_ranks(copy, 2, *both, *more, run=run, before=SYNC_BATCHNORM_ON_CPU)
+        records = result.records("train")
+        assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in whole], rel=1e-3)
+        for name, value in weights(copy, 2, "whole").items():  # also the running statistics
+            if value.is_floating_point():
+                torch.testing.assert_close(weights(copy, 2, run)[name], value, rtol=0.01, atol=0.01)
+    copy.write_text(TRAINER)
+    plain = train_ranks(copy, 2, *both, run="plain").records("train")
+    assert plain[1]["loss"] != pytest.approx(whole[1]["loss"], rel=1e-3)
+
+
+def test_sync_batchnorm_refuses_what_it_cannot_do(tmp_path):
+    copy = patched(tmp_path, "sync_batchnorm")
+    options = ["--dataset=synthetic", "--image-size=32", "--model=resnet18", "--batch-size=4"]
+    for more, message in (
+        (["--reproducible"], "does not work with --reproducible"),
+        (["--global-batch-size=12"], "as many micro-batches per step on each rank"),
+        ([], "SyncBatchNorm cannot train on this device"),  # gloo and a CPU
+    ):
+        result = launch_copy(copy, 2, *options, *more, run="refused")
+        assert result.codes[0] == 2, result.err
+        assert message in result.err[0] and "Traceback" not in result.err[0]
+
+
+def test_profiler_writes_a_trace_of_six_steps_on_each_rank_and_changes_nothing(tmp_path):
+    copy = patched(tmp_path, "profiler")
+    options = ["--batch-size=8", "--stop-at-step"]
+    train_ranks(copy, 2, *options, "17")
+    train_ranks(copy, 2, *options, "32")  # resumes: step 27 is its tenth
+    for first, rank in ((10, 0), (10, 1), (26 + 1, 0), (26 + 1, 1)):
+        path = tmp_path / "run" / f"trace_step_{first + 5}_rank_{rank}.json.gz"
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        names = [event["name"] for event in events if event.get("ph") == "X"]
+        steps = [name for name in names if name.startswith("step ")]
+        assert steps == [f"step {number}" for number in range(first, first + 6)]
+        assert names.count("aten::conv2d") == 6 * 2
+        assert names.count("autograd::engine::evaluate_function: ConvolutionBackward0") == 6 * 2
+        assert names.count("Optimizer.step#SGD.step") == 6
+        assert any("all_reduce" in name for name in names)
+    assert len(list((tmp_path / "run").glob("trace*"))) == 4
+    copy.write_text(TRAINER)
+    train_ranks(copy, 2, *options, "32", run="plain")
+    for name, value in weights(copy, 32, "plain").items():
+        assert torch.equal(weights(copy, 32)[name], value), name
+
+
+def test_profiler_without_room_for_its_trace_or_with_too_few_steps(tmp_path):
+    copy = patched(tmp_path, "profiler")
+    assert len(train(copy, "--batch-size=8", "--stop-at-step=12")) == 12
+    (tmp_path / "run/trace_step_27_rank_0.json.gz").mkdir()
+    code, output = start(copy, "run", "--batch-size=8", "--stop-at-step=29")
+    assert code == 0 and output.count("WARNING: cannot write") == 1, output
