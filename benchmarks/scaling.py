@@ -60,7 +60,7 @@ def run(command: str) -> None:
 
 @contextmanager
 def hosts(number: int, mbits: float):
-    """Create namespaces on a bridge, each with a limited sending rate. Yields their names."""
+    """Create namespaces on a bridge. mbits: their sending rate; 0: no limit. Yields their names."""
     tag = f"plan{os.getpid()}"
     names, switch = [f"{tag}h{n}" for n in range(number)], f"{tag}s"
     try:
@@ -74,7 +74,8 @@ def hosts(number: int, mbits: float):
             run(f"ip -n {name} link set eth0 up")
             run(f"ip -n {name} link set lo up")
             bucket = f"tbf rate {mbits}mbit burst 16kb latency 500ms"
-            run(f"tc -n {name} qdisc add dev eth0 root {bucket}")
+            if mbits:
+                run(f"tc -n {name} qdisc add dev eth0 root {bucket}")
         yield names
     finally:
         for name in (*names, switch):

@@ -174,3 +174,13 @@ def test_fsdp_halves_what_two_ranks_hold(tmp_path):
     words = "--model resnet18 --ranks 2 --steps 1 --rounds 1"
     out = run(tmp_path, "recipes.py", *words.split())
     assert re.search(r"^\| 2 \| 187\.0 MB \| 93\.5 MB \| 0\.500 \| \d\.\d\d ", out, re.M), out
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_slow_links_compares_ways_to_exchange_gradients(tmp_path):
+    words = "--mbits 200 --rounds 1 --steps 8 --seeds 1 --epochs 1 --ways plain bf16".split()
+    out = run(tmp_path, "slow_links.py", *words, "powersgd 4", "local 4")
+    for way in ("plain", "bf16", "powersgd 4", "local 4"):
+        assert re.search(rf"^\| {way} \| [\d.]+ MB \| \d+ \| [\d.]+ \(", out, re.M), out
+        assert re.search(rf"^\| {way} \| \d\.\d{{3}} .* % \|$", out, re.M), out

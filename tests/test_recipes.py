@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -462,3 +463,33 @@ def test_profiler_without_room_for_its_trace_or_with_too_few_steps(tmp_path):
     (tmp_path / "run/trace_step_27_rank_0.json.gz").mkdir()
     code, output = start(copy, "run", "--batch-size=8", "--stop-at-step=29")
     assert code == 0 and output.count("WARNING: cannot write") == 1, output
+
+
+def test_slow_links_resumes_as_the_run_that_saved_would_go_on(tmp_path):
+    copy = patched(tmp_path, "slow_links")
+    options = ["--batch-size=8", "--stop-at-step=5", "--checkpoint-every-steps=2"]
+    ends, losses = {}, {}
+    for way in ("plain", "bf16-gradients", "average-every=3"):
+        more = [*options, f"--{way}"] if way != "plain" else options
+        result = train_ranks(copy, 2, *more, run=way)
+        losses[way] = [record["loss"] for record in result.records("train")]
+        ends[way] = weights(copy, 5, way)
+        if way != "plain":
+            (tmp_path / f"{way}2").mkdir()
+            shutil.copy(tmp_path / way / "checkpoint_step_2.pt", tmp_path / f"{way}2")
+            train_ranks(copy, 2, *more, run=f"{way}2")
+            for name, value in ends[way].items():
+                assert torch.equal(weights(copy, 5, f"{way}2")[name], value), name
+            assert losses[way] == pytest.approx(losses["plain"], rel=0.05)
+            assert any(not torch.equal(value, ends["plain"][n]) for n, value in ends[way].items())
+
+
+def test_slow_links_that_average_the_weights_in_every_step_train_like_ddp(tmp_path):
+    copy = patched(tmp_path, "slow_links")
+    options = ["--batch-size=8", "--stop-at-step=3", "--lr=0.5"]
+    plain = train_ranks(copy, 2, *options, run="plain").records("train")
+    records = train_ranks(copy, 2, *options, "--average-every=1").records("train")
+    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in plain], rel=1e-4)
+    assert records[2]["loss"] != pytest.approx(records[0]["loss"], rel=1e-3)
+    for name, value in weights(copy, 3, "plain").items():
+        torch.testing.assert_close(weights(copy, 3)[name], value, rtol=1e-3, atol=1e-5)
