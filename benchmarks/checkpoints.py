@@ -3,10 +3,12 @@
 
     python benchmarks/checkpoints.py                     # ResNet-18 with SGD: 94 MB; two minutes
     python benchmarks/checkpoints.py --model resnet50 --directory /scratch
+    python benchmarks/checkpoints.py --recipes async_checkpoint another    # of docs/recipes
 
-The trainer and a patched copy alternate; both train between saves. The output has the median and
-quartiles of the duration of save_checkpoint(), the median time until the checkpoint is on disk, and
-the duration of a step alone and while a checkpoint is written.
+The trainer and patched copies alternate; all train between saves. The output has medians (and
+quartiles) over the saves: the duration of save_checkpoint(), the time until the checkpoint is on
+disk, the duration of a step while it is written, as a multiple of the steps just before, and the
+training time that the checkpoint costs: the stall, plus what these steps took longer.
 """
 
 import argparse
@@ -20,16 +22,18 @@ from pathlib import Path
 
 from ranks import MALLOC, REPO, apply_recipe, run_ranks
 
+STEPS = 5  # before each save
+
 
 class Trainer:
     """A copy of train_distributed.py in its own directory, with or without the recipe."""
 
-    def __init__(self, directory: Path, model: str, recipe: bool):
+    def __init__(self, directory: Path, model: str, recipe: str):
         directory.mkdir()
         file = directory / "train_distributed.py"
         file.write_bytes((REPO / file.name).read_bytes())
         if recipe:
-            apply_recipe("async_checkpoint", directory)
+            apply_recipe(recipe, directory)
         spec = importlib.util.spec_from_file_location(directory.name, file)
         self.code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.code)
@@ -44,8 +48,7 @@ class Trainer:
         self.run.model.train()
         self.metrics = self.code.Metrics(world.device)
         self.batches = (batch for _ in iter(int, 1) for batch in self.run.train_loader)
-        self.stalls: list[float] = []  # seconds
-        self.on_disk: list[float] = []
+        self.saves: list[list[float]] = []  # for each: seconds, seconds, ratio, seconds
 
     def now(self) -> float:
         if self.run.world.device.type == "cuda":
@@ -59,19 +62,16 @@ class Trainer:
         self.code.train_step(self.run, self.batches, step, self.metrics)
         return self.now() - began
 
-    def save(self) -> list[float]:
-        """Save while training continues. Returns the seconds of each step until it is on disk."""
+    def save(self) -> None:
+        """Save while training continues. Adds [stall, on disk, slowdown, cost] to self.saves."""
+        alone = statistics.median(self.step() for _ in range(STEPS))
         goal, during, began = self.run.global_step, [], self.now()
         self.code.save_checkpoint(self.run, final=False)
-        self.stalls.append(self.now() - began)
+        stall = self.now() - began
         while self.run.saved_step < goal:
             during.append(self.step())
-        self.on_disk.append(self.now() - began)
-        return during
-
-
-def milliseconds(values: list[float]) -> str:
-    return f"{1e3 * statistics.median(values):.0f} ms"
+        on_disk, slowdown = self.now() - began, statistics.mean(during or [alone]) / alone
+        self.saves.append([stall, on_disk, slowdown, stall + sum(t - alone for t in during)])
 
 
 def main() -> None:
@@ -79,30 +79,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(**style)
     add = parser.add_argument
     add("--model", default="resnet18", help="[resnet18]")
-    add("--saves", type=int, default=12, help="saves with and without the recipe [12]")
+    add("--saves", type=int, default=12, help="saves of each [12]")
     add("--directory", default=tempfile.gettempdir(), help="where to save [/tmp]")
+    add("--recipes", nargs="+", default=["async_checkpoint"], help="[async_checkpoint]")
     add("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.rank:  # start again, with the environment of a rank
         return print(run_ranks([__file__, *sys.argv[1:], "--rank"], 1, **MALLOC)[0], end="")
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        at_once = Trainer(Path(directory, "at_once"), options.model, recipe=False)
-        recipe = Trainer(Path(directory, "recipe"), options.model, recipe=True)
-        alone, during = [], []
-        for _ in range(options.saves + 1):
-            for trainer in (at_once, recipe):
-                alone += [trainer.step() for _ in range(3)]
-                during += trainer.save()
-        size = next(Path(directory).glob("recipe/run/*.pt")).stat().st_size
-    print(f"{options.model}: {size / 1e6:.0f} MB; a step takes {milliseconds(alone[3:])}, while a "
-          f"checkpoint is written {milliseconds(during or [0])}")  # fmt: skip
-    for trainer, name in ((at_once, "as it is"), (recipe, "async_checkpoint")):
-        low, _, high = statistics.quantiles(trainer.stalls[1:], n=4)  # the first warms up
-        print(f"{name}: training stalls for {milliseconds(trainer.stalls[1:])} (quartiles "
-              f"{1e3 * low:.0f} to {1e3 * high:.0f}), on disk after "
-              f"{milliseconds(trainer.on_disk[1:])}")  # fmt: skip
-    ratios = [b / a for a, b in zip(at_once.stalls[1:], recipe.stalls[1:])]
-    print(f"stall, async_checkpoint / as it is: {statistics.median(ratios):.3f}")
+        trainers = [
+            Trainer(Path(directory, f"trainer{number}"), options.model, recipe)
+            for number, recipe in enumerate(["", *options.recipes])
+        ]
+        for number in range(options.saves + 1):  # the first warms up
+            for trainer in trainers if number % 2 else reversed(trainers):
+                trainer.save()
+        size = next(Path(directory).glob("trainer0/run/*.pt")).stat().st_size
+    print(f"{options.model}: {size / 1e6:.0f} MB\n")
+    print("| | training pauses for | on disk after | step while writing | training time lost |")
+    print("| --- | --- | --- | --- | --- |")
+    for trainer, name in zip(trainers, ["as it is", *options.recipes]):
+        cells = []
+        for values, unit in zip(zip(*trainer.saves[1:]), (1e3, 1e3, 1, 1e3)):
+            low, middle, high = (unit * quartile for quartile in statistics.quantiles(values, n=4))
+            cells.append(f"{middle:.0f} ms ({low:.0f} to {high:.0f})" if unit > 1 else
+                         f"x {middle:.2f} ({low:.2f} to {high:.2f})")  # fmt: skip
+        print(f"| {name} | {' | '.join(cells)} |")
+    for trainer, name in zip(trainers[1:], options.recipes):
+        ratios = [b[0] / a[0] for a, b in zip(trainers[0].saves[1:], trainer.saves[1:])]
+        print(f"\nstall, {name} / as it is: {statistics.median(ratios):.3f}")
 
 
 if __name__ == "__main__":
