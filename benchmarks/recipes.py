@@ -14,13 +14,12 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from ranks import MALLOC, REPO, run_ranks
+from ranks import MALLOC, REPO, apply_recipe, run_ranks
 
 
 class Trainer:
@@ -31,8 +30,7 @@ class Trainer:
         file = directory / "train_distributed.py"
         file.write_bytes((REPO / file.name).read_bytes())
         if recipe:
-            patch = REPO / f"docs/recipes/{recipe}.patch"
-            subprocess.run(["git", "apply", patch], cwd=directory, check=True)
+            apply_recipe(recipe, directory)
         spec = importlib.util.spec_from_file_location(directory.name, file)
         self.code = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.code)

@@ -23,13 +23,12 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from ranks import MALLOC, REPO, run_ranks
+from ranks import MALLOC, REPO, apply_recipe, run_ranks
 from scaling import hosts
 
 WAYS = ["plain", "bf16", "fp16", "powersgd 1", "powersgd 2", "powersgd 4", "local 4", "local 8"]
@@ -43,8 +42,7 @@ def load_trainer(directory: str):
     copy.mkdir()
     (copy / "data").symlink_to(REPO / "data")
     (copy / "train_distributed.py").write_bytes((REPO / "train_distributed.py").read_bytes())
-    recipe = REPO / "docs/recipes/slow_links.patch"
-    subprocess.run(["git", "apply", recipe], cwd=copy, check=True)
+    apply_recipe("slow_links", copy)
     sys.path.insert(0, str(copy))
     return importlib.import_module("train_distributed")
 
