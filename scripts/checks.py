@@ -85,8 +85,13 @@ def software():
     import torch
 
     text = f"{torch.__version__}, Python {platform.python_version()}"
-    if tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) < (2, 10):
-        yield Finding("FAIL", "PyTorch", f"{text}: the trainer needs 2.10 or newer", remedy)
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    if version < (2, 4):
+        yield Finding("FAIL", "PyTorch", f"{text}: the trainer needs 2.4 or newer", remedy)
+    elif version < (2, 10):
+        text += ": a hostile checkpoint can run code when it is loaded (CVE-2026-24747)"
+        remedy = "load only checkpoints that you trust, or update PyTorch to 2.10 or newer"
+        yield Finding("WARN", "PyTorch", text, remedy)
     else:
         yield Finding("OK", "PyTorch", text)
 

@@ -123,8 +123,8 @@ main() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
-  "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    fail "${python[*]} is not Python 3.11 or newer: see scripts/site.sh"
+  "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+    fail "${python[*]} is not Python 3.10 or newer: see scripts/site.sh"
   # Not if Slurm and the launcher have set everything: a container may have no scontrol.
   [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
     mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)

@@ -586,7 +586,7 @@ def last_collective() -> dict:
     found = [{"number": 0, "name": "none"}]
     for _, trace in flight_recorder(True):
         for entry in trace.get("entries", [])[-1:]:
-            name = f"{entry['profiling_name']} {entry['input_sizes']}"
+            name = f"{entry['profiling_name']} {entry['input_sizes']}".strip()
             found.append({"number": entry["collective_seq_id"], "name": name})
     return max(found, key=lambda collective: collective["number"])
 
@@ -594,9 +594,34 @@ def last_collective() -> dict:
 def flight_recorder(entries: bool):
     """Yield (backend, PyTorch's Flight Recorder trace) for each backend in use."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
+    if c10d and not hasattr(c10d, "_dump_fr_trace_json"):  # an older PyTorch: only for NCCL
+        with suppress(Exception):
+            yield "nccl", json.loads(c10d._dump_nccl_trace_json(entries, False))
+        with suppress(Exception):
+            yield "gloo", trace_of_main_thread()
+        return
     for backend in ("gloo", "nccl"):
         with suppress(Exception):
             yield backend, json.loads(c10d._dump_fr_trace_json(entries, False, backend))
+
+
+def trace_of_main_thread() -> dict:
+    """Like a trace, for older versions of PyTorch, where gloo has no Flight Recorder.
+
+    It has a counter of the collectives started. The last one is taken for incomplete while the main
+    thread is in a function of torch.distributed, of DDP, or in a backward pass.
+    """
+    code = sys._current_frames()[threading.main_thread().ident].f_code
+    inside = bool(re.search(r"/torch/(distributed|autograd|nn/parallel)/", code.co_filename))
+    groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map
+    status, number, name = {}, 0, code.co_name if inside else "complete"
+    for group in groups:
+        number = group._get_sequence_number_for_group()
+        names = "last_enqueued_collective", "last_completed_collective"
+        status[str(len(status))] = dict(zip(names, (number, number - inside)))
+    name = "backward" if "/autograd/" in code.co_filename else name
+    last = {"collective_seq_id": number, "profiling_name": f"gloo:{name}", "input_sizes": ""}
+    return {"pg_status": status, "entries": [last]}
 
 
 # ------------------------------------------------------------------------------------ failures

@@ -41,8 +41,8 @@ def refuse(text: str, cause: str = "configuration") -> None:
     sys.exit(2)
 
 
-if sys.version_info < (3, 11):  # noqa: UP036
-    refuse(f"{sys.executable} is not Python 3.11 or newer: see scripts/site.sh")
+if sys.version_info < (3, 10):  # noqa: UP036
+    refuse(f"{sys.executable} is not Python 3.10 or newer: see scripts/site.sh")
 
 CPUINFO = Path("/proc/cpuinfo")
 MEMORY_SECONDS = 60  # to free the GPU memory of a killed attempt

@@ -6,7 +6,7 @@
 # Usage: scripts/quickstart.sh [--install-only] [options of train_distributed.py]
 #
 # Environment:
-#   PYTHON          Python 3.11 or newer, for the environment [python3]
+#   PYTHON          Python 3.10 or newer, for the environment [python3]
 #   VENV            the virtual environment                   [.venv]
 #   RUN_DIR         the run directory                         [runs/quickstart]
 #   NPROC_PER_NODE  number of processes                       [number of GPUs, or 2 without GPUs]
@@ -37,8 +37,8 @@ print_help() {
 
 install() {
   if [[ ! -x "$VENV/bin/pip" ]]; then
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-      fail "PYTHON=$PYTHON is not Python 3.11 or newer: load a module, or set PYTHON"
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+      fail "PYTHON=$PYTHON is not Python 3.10 or newer: load a module, or set PYTHON"
     echo "Creating $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot create $VENV: on Debian, install python3-venv"
   fi

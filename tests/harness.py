@@ -259,7 +259,7 @@ def _rank(argv: list[str], env: dict[str, str], log: str, before: str) -> None:
             del os.environ[name]
     os.environ.update(env)
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # for loader workers; the default
+    multiprocessing.set_start_method("fork", force=True)  # the default before Python 3.14
     exec(before, {"argv": argv})
     sys.argv = argv
     if argv[0].endswith("guard.py"):

@@ -3,12 +3,14 @@
 import argparse
 import json
 import os
+import platform
 import re
 import socket
 import subprocess
 import sys
 
 import pytest
+import torch
 from findings import DOCTOR, found
 from harness import LAUNCH_VARIABLES, REPO, free_port
 
@@ -43,6 +45,24 @@ def nvidia_smi(tmp_path) -> str:
     script.write_text(SMI)
     script.chmod(0o755)
     return f"{tmp_path}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "text"),
+    [
+        ("2.3.1+cu121", "FAIL", ": the trainer needs 2.4 or newer"),
+        ("2.4.1", "WARN", ": a hostile checkpoint can run code when it is loaded (CVE-2026-24747)"),
+        ("2.9.1", "WARN", ": a hostile checkpoint can run code when it is loaded (CVE-2026-24747)"),
+        ("2.10.0", "OK", ""),
+        ("2.15.0a0+git5ca7", "OK", ""),
+    ],
+)
+def test_an_old_pytorch(monkeypatch, version, level, text):
+    monkeypatch.setattr(torch, "__version__", version)
+    (finding,) = checks.software()
+    expected = f"{version}, Python {platform.python_version()}{text}"
+    assert (finding.level, finding.check, finding.observed) == (level, "PyTorch", expected)
+    assert ("load only checkpoints that you trust, or" in finding.remedy) == (level == "WARN")
 
 
 @pytest.mark.parametrize("threads", ["64", "1", ""])

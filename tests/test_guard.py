@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from harness import NO_LAUNCHER, REPO, TORCHRUN, free_port, load, run_ranks, wait_until
 
 GUARD = REPO / "scripts/guard.py"
+RECORDS_GLOO = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # not before PyTorch 2.8
 HOST = os.uname().nodename
 guard = load(GUARD)
 
@@ -596,7 +599,8 @@ def test_a_hang_names_a_stopped_rank_and_leaves_nothing_running(tmp_path, stoppe
     assert all(result.codes)
     text = f"error: hang: rank {stopped} on {HOST} does not answer; the others are at "
     first = 0 if stopped else 1
-    assert text in result.err[first] and "all_reduce [[55]]" in result.err[first]
+    what = "all_reduce [[55]]" if RECORDS_GLOO else "(gloo:backward)"
+    assert text in result.err[first] and what in result.err[first]
     others = [result.err[rank] for rank in range(3) if rank != stopped]
     assert all("all stacks\n" in err and "my_train.py" in err for err in others)
     written = json.loads(failure.read_text())
@@ -634,7 +638,28 @@ def test_a_hang_names_the_rank_at_fault(tmp_path, fault):
     assert "in main" in result.err[1] or fault == "out of the loop"  # its stacks
 
 
-def test_a_rank_that_works_alone_is_not_a_hang_while_nobody_waits(tmp_path):
+OLD_PYTORCH = """if True:
+    import torch
+    vars(torch._C._distributed_c10d).pop("_dump_fr_trace_json", None)
+"""
+
+
+def test_a_hang_names_the_rank_at_fault_without_a_flight_recorder(tmp_path):
+    """As with an older PyTorch."""
+    code, _ = FAULTS["busy elsewhere"]
+    more = {"env": {"HANG_TIMEOUT": "3"}, "before": OLD_PYTORCH}
+    result = run(3, write(tmp_path, fault=code), **more)
+    found = re.search(
+        rf"error: hang: rank 1 on {HOST} is at collective (\d+) \(gloo:complete\), 5 steps done; "
+        r"the others are at collective (\d+) \(gloo:backward\)\n",
+        "\n".join(result.err),
+    )
+    assert found and int(found[1]) == int(found[2]) - 1, result.err
+    assert all(result.codes)
+
+
+@pytest.mark.parametrize("before", ["", OLD_PYTORCH], ids=["", "older PyTorch"])
+def test_a_rank_that_works_alone_is_not_a_hang_while_nobody_waits(tmp_path, before):
     """Rank 0 evaluates for longer than HANG_TIMEOUT; the others poll a file meanwhile."""
     alone = """if step == 5:
             dist.barrier()
@@ -645,7 +670,7 @@ def test_a_rank_that_works_alone_is_not_a_hang_while_nobody_waits(tmp_path):
                 time.sleep(0.1)
 """
     go = f"import os; os.chdir({str(tmp_path)!r})"
-    result = run(3, write(tmp_path, fault=alone), env={"HANG_TIMEOUT": "3"}, before=go)
+    result = run(3, write(tmp_path, fault=alone), env={"HANG_TIMEOUT": "3"}, before=before + go)
     assert result.codes == [0, 0, 0], result.err
     assert all("ends" in out for out in result.out)
 

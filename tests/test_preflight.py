@@ -87,7 +87,7 @@ def test_an_old_python():
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        f"preflight.py: error: {guard.HOST}: {sys.executable} is not Python 3.11 or newer: see "
+        f"preflight.py: error: {guard.HOST}: {sys.executable} is not Python 3.10 or newer: see "
         "scripts/site.sh\n"
     )
 

@@ -63,7 +63,7 @@ def torch_index(directory, version: str) -> str:
 def test_torch_index_chooses_the_build_of_pytorch(tmp_path):
     """With a real pip and small indexes of our own; download.pytorch.org has gigabytes."""
     copy = copy_repository(tmp_path / "repo")
-    (copy / "requirements.txt").write_text("torch>=2.10  # comment\ntorchvision>=0.25\n")
+    (copy / "requirements.txt").write_text("torch>=2.4  # comment\ntorchvision>=0.19\n")
     only = {"VENV": tmp_path / "venv", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}
     index = {v: torch_index(tmp_path / v, f"99.{n}+{v}") for n, v in enumerate(["cpu", "cu126"])}
 
@@ -86,7 +86,7 @@ def test_quickstart_without_a_suitable_python(tmp_path):
     result = run(REPO / "scripts/quickstart.sh", VENV=tmp_path / "venv", PYTHON="python2")
     assert result.returncode == 2
     assert result.stderr == (
-        "quickstart.sh: error: PYTHON=python2 is not Python 3.11 or newer: load a module, or set "
+        "quickstart.sh: error: PYTHON=python2 is not Python 3.10 or newer: load a module, or set "
         "PYTHON\n"
     )
     assert list(tmp_path.iterdir()) == []

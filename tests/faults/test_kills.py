@@ -248,3 +248,32 @@ def test_a_supervised_training_killed_anywhere_ends_as_if_nothing_had_happened(
     straight = train(tmp_path / "straight", 2, *options, record=True, timeout=600)
     run = dataclasses.replace(straight, directory=campaign.run)
     assert_same_training(run, straight, mode)
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [p for child in map(int, children) for p in (child, *descendants(child))]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+def test_loader_workers_outlive_a_stop_signal_but_not_a_killed_rank(tmp_path, images, number, code):
+    """With the start method that is the default of Python 3.14, too."""
+    method = "import multiprocessing; multiprocessing.set_start_method('forkserver', force=True)"
+    options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=32", FOREVER]
+    options += ["--batch-size=1", "--num-workers=2", "--log-every-steps=1000"]
+    started = []
+
+    def during(processes):
+        wait_for_step(tmp_path / "run", 2)  # the end of the second epoch
+        (rank,) = processes
+        started.extend(descendants(rank.pid))
+        assert len(started) >= 4  # two for each of the two sets
+        for pid in [rank.pid, *started] if number == signal.SIGTERM else [rank.pid]:
+            os.kill(pid, number)
+
+    run = launch(tmp_path / "run", 1, *options, before=method, during=during)
+    assert run.codes == [code], run.err
+    if number == signal.SIGTERM:
+        assert run.status()["state"] == "stopped"
+    left = [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in left), f"{left} still run", 30)
