@@ -3,10 +3,14 @@
 # scripts/quickstart.sh (created if missing).
 #
 # Usage: tests/run.sh [--cluster] [--long] [options of pytest]
+#        tests/run.sh --versions [3.10 3.14 ...]
 #
 # --cluster runs the tests on a real Slurm cluster too, in namespaces of this machine: as root, on
 # Debian, whose packages it installs. Without it, they run if the packages are installed. --long runs
 # all of the fault suite: hundreds of kills and damaged files, every fault with every launcher.
+#
+# --versions runs only tests/versions.py: the trainer's and the guard's tests on the oldest and the
+# newest Python and PyTorch, or on those versions of Python. It fails if a Python is not installed.
 #
 # Environment:
 #   VENV   the virtual environment                                                   [.venv]
@@ -16,6 +20,7 @@
 #   tests/run.sh
 #   tests/run.sh --cluster
 #   tests/run.sh -k resume
+#   tests/run.sh --versions
 #   SLURM=trixie tests/run.sh --cluster --long tests/cluster/test_slurm.py
 #   tests/run.sh --cluster --long tests/faults tests/cluster/test_survival.py
 
@@ -53,6 +58,9 @@ main() {
     exit
   fi
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  if [[ "${1:-}" == --versions ]]; then
+    exec python3 tests/versions.py "${@:2}"
+  fi
   scripts/quickstart.sh --install-only
   if ! cmp -s tests/requirements.txt "$VENV/installed-tests-requirements.txt"; then
     "$VENV/bin/pip" install --quiet --disable-pip-version-check -r tests/requirements.txt
