@@ -25,7 +25,7 @@ VERSIONS = {  # Python: the packages that requirements.txt would not choose
 DEFAULT = "3.10", "3.14"  # the oldest and the newest
 TEST_PACKAGES = "pytest", "tensorboard"
 RECIPES = "own_model image_folder language_model learning_rate augmentation cuda_graphs"
-RECIPES += " async_checkpoint_that async_checkpoint_writes"
+RECIPES += " async_checkpoint_that async_checkpoint_writes ema weight_decay muon fsdp profiler"
 FEATURES = {  # feature: tests, by the beginnings of their names
     "training on 1, 2, 3 and 4 ranks": """test_setup.py::test_plain_python
         test_world_sizes.py::test_losses_agree test_world_sizes.py::test_accumulated_gradients""",
