@@ -38,7 +38,7 @@ class Part(NamedTuple):
     limit: int  # seconds, for all commands together
     commands: list[str]
     shown: str = r"\S"  # pattern of the lines of output that the report shows
-    needs: str = "torchvision numpy PIL yaml tqdm"  # packages
+    needs: str = "torchvision numpy PIL yaml"  # packages
     accepted: tuple[int, ...] = (0,)  # exit codes
 
 
@@ -62,7 +62,7 @@ PARTS = {
         200,
         ["python -m pytest -q tests/test_options.py -k test_gpu"],
         shown="passed|failed|skipped|^FAILED",
-        needs="torchvision numpy PIL yaml tqdm pytest",
+        needs="torchvision numpy PIL yaml pytest",
     ),
     "distributed": Part(
         "Launch, resume, two ranks",
