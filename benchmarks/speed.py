@@ -68,6 +68,8 @@ def launch(name: str, ranks: int, options) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         given = vars(options) | {"directory": directory}
         setup = {field.name: given[field.name] for field in fields(contestants.Setup)}
+        if not options.idle:
+            del setup["idle"]  # which an older checkout does not have
         began = time.time()
         outputs = run_ranks([*words, json.dumps(setup)], ranks, **env)
         results = [json.loads(out.splitlines()[-1]) for out in outputs]
