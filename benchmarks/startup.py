@@ -14,9 +14,11 @@ a table of medians over the rounds. Each part is the time of the slowest rank:
     rendezvous    init_process_group()
     data          reading the data into memory
     model         building the model
-    optimizer     building the optimizer, whose first use imports torch._dynamo
     DDP           wrapping the model in DDP, with its first two passes
     first step    forward pass, backward pass and update
+
+The rest of the total is mostly torch._dynamo: PyTorch imports it for deterministic algorithms, for
+optimizers and for DDP.
 
 With --compile, the first forward pass compiles: in DDP, or with one rank in the first step.
 """
@@ -35,7 +37,6 @@ FUNCTIONS = {  # functions of the trainer: the part that their time belongs to
     "setup_distributed": "rendezvous",
     "get_datasets": "data",
     "build_model": "model",
-    "build_optimizer": "optimizer",
     "wrap_ddp": "DDP",
     "train_step": "first step",
 }
