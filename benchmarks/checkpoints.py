@@ -13,14 +13,13 @@ training time that the checkpoint costs: the stall, plus what these steps took l
 
 import argparse
 import contextlib
-import importlib.util
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from ranks import MALLOC, REPO, apply_recipe, run_ranks
+from ranks import MALLOC, load_trainer, run_ranks
 
 STEPS = 5  # before each save
 
@@ -29,14 +28,7 @@ class Trainer:
     """A copy of train_distributed.py in its own directory, with or without the recipe."""
 
     def __init__(self, directory: Path, model: str, recipe: str):
-        directory.mkdir()
-        file = directory / "train_distributed.py"
-        file.write_bytes((REPO / file.name).read_bytes())
-        if recipe:
-            apply_recipe(recipe, directory)
-        spec = importlib.util.spec_from_file_location(directory.name, file)
-        self.code = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.code)
+        self.code = load_trainer(directory, recipe)
         options = "--dataset synthetic --image-size 32 --batch-size 4 --epochs 99 --keep 2 --model"
         words = [*options.split(), model, f"--checkpoint-dir={directory / 'run'}"]
         cfg = self.code.parse_config(words)

@@ -1,5 +1,6 @@
 """Start the ranks of a launch on this machine, as the launchers of this repository do."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -21,6 +22,19 @@ def apply_recipe(name: str, directory: Path) -> None:
     tool = ["git", "apply"] if shutil.which("git") else ["patch", "--quiet", "-p1", "-i"]
     recipe = REPO / f"docs/recipes/{name}.patch"
     subprocess.run([*tool, recipe], cwd=directory, check=True)
+
+
+def load_trainer(directory: Path, recipe: str = ""):
+    """Copy the trainer to a new directory, apply a recipe, if any, and import the copy."""
+    directory.mkdir(parents=True)
+    file = directory / "train_distributed.py"
+    file.write_bytes((REPO / file.name).read_bytes())
+    if recipe:
+        apply_recipe(recipe, directory)
+    spec = importlib.util.spec_from_file_location(directory.name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[str]:

@@ -11,7 +11,6 @@ FSDP works on. The ratio of durations is the median and the range over the round
 """
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -19,21 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from ranks import MALLOC, REPO, apply_recipe, run_ranks
+from ranks import MALLOC, load_trainer, run_ranks
 
 
 class Trainer:
     """A copy of train_distributed.py in its own directory, with or without the recipe."""
 
     def __init__(self, directory: Path, recipe: str, words: list[str], world=None):
-        directory.mkdir(parents=True)
-        file = directory / "train_distributed.py"
-        file.write_bytes((REPO / file.name).read_bytes())
-        if recipe:
-            apply_recipe(recipe, directory)
-        spec = importlib.util.spec_from_file_location(directory.name, file)
-        self.code = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.code)
+        self.code = load_trainer(directory, recipe)
         cfg = self.code.parse_config([*words, f"--checkpoint-dir={directory / 'run'}"])
         self.world = world or self.code.setup_distributed(cfg)
         self.run = self.code.Run(cfg, self.world, self.code.RunDirectory(directory / "run"), {})

@@ -18,7 +18,6 @@ accuracies are those after whole trainings on two ranks without limits, one for 
 """
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -28,23 +27,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from ranks import MALLOC, REPO, apply_recipe, run_ranks
+from ranks import MALLOC, REPO, load_trainer, run_ranks
 from scaling import hosts
 
 WAYS = ["plain", "bf16", "fp16", "powersgd 1", "powersgd 2", "powersgd 4", "local 4", "local 8"]
 BATCH = 64  # samples per rank and step
 SKIPPED = 4  # steps before the measurement
-
-
-def load_trainer(directory: str):
-    """The trainer with the recipe. Both ranks make their own copy, beside the data."""
-    copy = Path(directory, f"rank{os.environ['RANK']}")
-    copy.mkdir()
-    (copy / "data").symlink_to(REPO / "data")
-    (copy / "train_distributed.py").write_bytes((REPO / "train_distributed.py").read_bytes())
-    apply_recipe("slow_links", copy)
-    sys.path.insert(0, str(copy))
-    return importlib.import_module("train_distributed")
 
 
 def register_powersgd(ddp, rank: int) -> None:
@@ -106,7 +94,9 @@ def train_once(trainer, world, way: str, words: list[str]) -> tuple[float, float
 
 def worker(trainings: list[tuple[str, str]], directory: str) -> None:
     """Run in each rank: print a JSON line for each of the trainings, (way, options)."""
-    trainer, stdout, sys.stdout = load_trainer(directory), sys.stdout, sys.stderr
+    copy = Path(directory, f"rank{os.environ['RANK']}")
+    trainer, stdout, sys.stdout = load_trainer(copy, "slow_links"), sys.stdout, sys.stderr
+    (copy / "data").symlink_to(REPO / "data")
     world = trainer.setup_distributed(trainer.parse_config([]))
     for number, (way, words) in enumerate(trainings):
         path = Path(directory, str(number))

@@ -133,10 +133,9 @@ def compare(names: list[str], ranks: int, options) -> dict[str, list[float]]:
     heads = [f"{ranks} rank(s)", "samples/s", f"/ {next(iter(turns), '-')}", "first step"]
     heads += ["peak memory", *["idle"] * options.idle]
     print(f"\n| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
-    ratios = {}
+    ratios, others = {}, next(iter(turns.values()), [])
     for name, results in turns.items():
         speed, first, peak, idle = (statistics.median(r[k] for r in results) for k in results[0])
-        others = next(iter(turns.values()))
         ratios[name] = [a["samples/s"] / b["samples/s"] for a, b in zip(results, others)]
         low, high = min(ratios[name]), max(ratios[name])
         cells = [
