@@ -104,11 +104,12 @@ def check_shifts(path: str) -> None:
     }
 
 
-def patched(directory: Path, name: str, trainer: str = TRAINER) -> Path:
+def patched(directory: Path, *names: str, trainer: str = TRAINER) -> Path:
+    """A copy of the trainer with these recipes."""
     copy = directory / "train_distributed.py"
     copy.write_text(trainer)
     (directory / "data").symlink_to(REPO / "data")
-    command = ["git", "apply", REPO / f"docs/recipes/{name}.patch"]
+    command = ["git", "apply", *(REPO / f"docs/recipes/{name}.patch" for name in names)]
     result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return copy
@@ -168,7 +169,7 @@ def test_a_recipe_is_small_clean_and_in_the_guide(tmp_path, recipe):
 def test_a_recipe_applies_at_the_same_place_of_a_trainer_that_has_grown(tmp_path, recipe):
     more, end = "# a comment of yours\n" * 40, TRAINER.index("\nimport argparse")
     (tmp_path / "grown").mkdir()
-    grown = patched(tmp_path / "grown", recipe.stem, TRAINER[:end] + more + TRAINER[end:])
+    grown = patched(tmp_path / "grown", recipe.stem, trainer=TRAINER[:end] + more + TRAINER[end:])
     assert grown.read_text().replace(more, "") == patched(tmp_path, recipe.stem).read_text()
 
 
@@ -286,7 +287,7 @@ def test_ema_averages_the_weights_and_resumes_exactly(tmp_path, tiny):
     with_norm = TRAINER.replace(
         "nn.ReLU(), nn.Dropout(dropout))", "nn.ReLU(), nn.BatchNorm1d(128))"
     )
-    copy = patched(tmp_path, "ema", with_norm)
+    copy = patched(tmp_path, "ema", trainer=with_norm)
     options = [*tiny, "--batch-size=51", "--global-batch-size=102", "--epochs=2", "--keep=9"]
     options += ["--ema-decay=0.2", "--checkpoint-every-steps=1"]
     whole = train_ranks(copy, 2, *options, run="whole")
@@ -322,9 +323,8 @@ def test_ema_averages_the_weights_and_resumes_exactly(tmp_path, tiny):
 
 def test_weight_decay_spares_norms_and_biases(tmp_path, tiny):
     (tmp_path / "plain").mkdir()
-    plain, copy = patched(tmp_path / "plain", "own_model"), patched(tmp_path, "own_model")
-    recipe = ["git", "apply", REPO / "docs/recipes/weight_decay.patch"]
-    subprocess.run(recipe, cwd=tmp_path, check=True)
+    plain = patched(tmp_path / "plain", "own_model")
+    copy = patched(tmp_path, "own_model", "weight_decay")
     options = [*tiny, "--model=mlp", "--lr=1", "--checkpoint-every-steps=1", "--stop-at-step=2"]
     train(plain, *options, "--weight-decay=0", run="without")
     train(plain, *options, "--weight-decay=0.3", run="with")
@@ -350,9 +350,7 @@ def test_weight_decay_spares_norms_and_biases(tmp_path, tiny):
 def test_muon_orthogonalizes_in_bf16_and_resumes_exactly(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/guide.txt").write_text((REPO / "docs/TROUBLESHOOTING.md").read_text())
-    copy = patched(tmp_path, "language_model")
-    recipe = ["git", "apply", REPO / "docs/recipes/muon.patch"]
-    subprocess.run(recipe, cwd=tmp_path, check=True)
+    copy = patched(tmp_path, "language_model", "muon")
     options = [f"--data-dir={tmp_path / 'texts'}", "--dataset=text", "--batch-size=8"]
     options += ["--optimizer=muon", "--lr=0.02", "--stop-at-step=12", "--checkpoint-every-steps=11"]
     records = train(copy, *options)
@@ -399,9 +397,7 @@ def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     for name, value in plain.newest()["model"].items():
         for other in (sharded, alone, back):
             torch.testing.assert_close(other.newest()["model"][name], value, rtol=0, atol=1e-6)
-    use = f"from pathlib import Path; from harness import load; load(Path({str(copy)!r}))"
-    uneven = [*options, "--global-batch-size=51"]
-    refused = launch(tmp_path / "uneven", 2, *uneven, before=use)
+    refused = launch_copy(copy, 2, *options, "--global-batch-size=51", run="uneven")
     assert refused.codes[0] == 2 and "as many micro-batches" in refused.err[0]
 
 

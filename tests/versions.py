@@ -4,7 +4,7 @@
 
 Makes a virtual environment for each version (in ~/.cache/versions, or in $VERSIONS_DIR; 5 GB each),
 runs the tests of each feature there, and prints a table. Exit code 1 if a test fails or a Python
-is missing; it takes about 10 minutes per version.
+is missing; it takes about 15 minutes per version.
 """
 
 import os
