@@ -842,7 +842,7 @@ def main(argv: list[str] | None = None) -> None:
         for worker in multiprocessing.active_children():
             worker.kill()  # of a DataLoader; exit would wait for it
     if dist.is_initialized():
-        time.sleep(0.5 if torch.__version__ < "2.8" else 0)  # for gloo: pytorch issue 154976
+        time.sleep(0.5 if torch.__version__ < "2.8" else 0.2)  # for gloo: pytorch issue 179291
         dist.destroy_process_group()  # not after an error: it might wait for other ranks
 
 

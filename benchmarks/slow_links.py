@@ -106,6 +106,7 @@ def worker(trainings: list[tuple[str, str]], directory: str) -> None:
         if world.rank == 0:  # the last record is that of an epoch, if the training is complete
             result |= json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
             print(json.dumps(result), file=stdout, flush=True)
+    time.sleep(0.2)  # as in the trainer: gloo's threads may need Python once more
     trainer.dist.destroy_process_group()
 
 

@@ -52,6 +52,22 @@ lint() {
   "$bin/shfmt" -d -i 2 -ci "${scripts[@]}" .ci/run
 }
 
+run_tests() {
+  "$VENV/bin/python" -m pytest -q -ra --durations=5 "$@"
+}
+
+# The cluster tests mostly wait for Slurm, so they run beside the others. Their output comes last.
+run_all_tests() {
+  local output status=0
+  output="$(mktemp)"
+  run_tests tests/cluster >"$output" 2>&1 &
+  run_tests tests --ignore=tests/cluster || status=1
+  wait $! || status=1
+  cat "$output"
+  rm "$output"
+  return "$status"
+}
+
 main() {
   if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
     print_help
@@ -75,8 +91,12 @@ main() {
     shift
   done
   lint
-  [[ -e "${1:-}" ]] || set -- tests "$@"
-  "$VENV/bin/python" -m pytest -q -ra --durations=5 "$@"
+  if (($# == 0)) && [[ -n "${CLUSTER_TESTS:-}" && -z "${FAULTS:-}" ]]; then
+    run_all_tests
+  else
+    [[ -e "${1:-}" ]] || set -- tests "$@"
+    run_tests "$@"
+  fi
 }
 
 main "$@"
