@@ -224,6 +224,8 @@ def measure(part: Part, values: dict, seconds: float, log, cpu: bool) -> tuple[s
         if code not in part.accepted:
             text = f"failed (exit code {code}) {error[:150].replace('|', '/')}"
             return text.strip(), section
+        if any(re.match(r"\d+ skipped", line) for line in lines):  # pytest: none has passed
+            return "not measured (all tests were skipped)", section
     return f"measured in {time.monotonic() - began:.0f} s", section
 
 

@@ -12,8 +12,11 @@ from harness import BF16_PRODUCT, LONG, bf16_settings, write_images, write_mnist
 # faults/test_safeguards.py disables a safeguard: here, and in preload.py for the ranks.
 exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
 
-# A shell that starts the tests in the background makes them ignore Ctrl-C; children would, too.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and nohup makes them
+# ignore SIGHUP. Children would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 skipped: list = []

@@ -121,6 +121,12 @@ def test_on_gpu_goes_on_after_a_part_that_fails_or_cannot_be_measured(tmp_path):
     assert "unrecognized arguments: --absent" in (tmp_path / "report.md.log").read_text()
 
 
+def test_on_gpu_does_not_report_skipped_tests_as_measured(tmp_path):
+    done, report = on_gpu(tmp_path, "--only", "tests")
+    assert done.returncode == 0, done.stderr
+    assert "NCCL) | not measured (all tests were skipped) |\n" in report
+
+
 def test_on_gpu_names_a_missing_package_and_stops_a_part_at_its_time_limit(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['pytest'] = None")
     words = ["--only", "tests", "startup", "--minutes=0.06"]
@@ -143,7 +149,7 @@ def test_on_gpu_without_a_gpu_is_a_user_error():
 def test_on_gpu_measures_every_part(tmp_path):
     done, report = on_gpu(tmp_path)
     assert done.returncode == 0, report
-    assert len(re.findall(r"^\| [^|]+ \| measured in \d+ s \|$", report, re.M)) == 13, report
+    assert len(re.findall(r"^\| [^|]+ \| measured in \d+ s \|$", report, re.M)) == 12, report
     assert "\n\n| ranks | interpreter |" in report and "| bare decoding, the limit | " in report
     assert re.search(
         r"^\| cuda_graphs \|( [\d.() to]+ \|){2} [\d.]+ s \| \d+ MB \| [\d.]+ % \|$", report, re.M
