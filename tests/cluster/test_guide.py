@@ -42,9 +42,11 @@ def train_dir(tmp_path_factory):
     return copy
 
 
-def losses(text: str) -> list[str]:
-    """The losses and accuracies in it, which are the same in each run."""
-    return re.findall(r"(?:[Ll]oss:?|Accuracy:) (\d+\.\d+)", text)
+def has_losses_of(told: str, output: str) -> bool:
+    """Whether the losses and accuracies are in the output. CPUs of other models round otherwise."""
+    both = (re.findall(r"(?:[Ll]oss:?|Accuracy:) (\d+\.\d+)", text) for text in (told, output))
+    expected, found = ([float(number) for number in numbers] for numbers in both)
+    return all(any(n == pytest.approx(f, rel=1e-3) for f in found) for n in expected)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ def test_the_guide_shows_what_is_printed_and_all_end_with_the_same_weights(
             output = run(host, command, told)
             assert not BROKEN.search(output), output
             differs = difference(told, output)
-            differs = differs or "losses" * (not {*losses(told)} <= {*losses(output)})
+            differs = differs or "losses" * (not has_losses_of(told, output))
             assert not differs or REWRITE, f"{differs}\n{output}"
             new += f"{host}$ {command}\n{output if differs or told.strip() == '...' else told}"
         if REWRITE:
