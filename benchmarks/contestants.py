@@ -6,6 +6,7 @@ with the arguments (setup, clock) that calls clock.tick() after every step until
 
 import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -60,6 +61,8 @@ class Profile:
 
 def idle_share(work: list[tuple[float, float]]) -> float:
     """The share of the time from the first (begin, end) to the last that none of them covers."""
+    if not work:  # the profiler may not be allowed to see the GPU
+        return math.nan
     work = sorted(work)
     first = end = work[0][0]
     idle = 0.0

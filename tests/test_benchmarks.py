@@ -1,5 +1,6 @@
 """The benchmarks run: a few steps of each, without a check of the figures."""
 
+import math
 import os
 import re
 import subprocess
@@ -172,6 +173,7 @@ def test_idle_share_counts_the_time_between_overlapping_kernels_once():
     idle_share = load(REPO / "benchmarks/contestants.py").idle_share
     assert idle_share([(30, 40), (0, 10), (5, 20), (6, 7)]) == 10 / 40
     assert idle_share([(0, 10), (10, 20)]) == 0
+    assert math.isnan(idle_share([]))  # without permission to profile the GPU
 
 
 @pytest.mark.long

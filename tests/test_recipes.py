@@ -398,7 +398,14 @@ def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
         for other in (sharded, alone, back):
             torch.testing.assert_close(other.newest()["model"][name], value, rtol=0, atol=1e-6)
     refused = launch_copy(copy, 2, *options, "--global-batch-size=51", run="uneven")
-    assert refused.codes[0] == 2 and "as many micro-batches" in refused.err[0]
+    assert refused.codes[0] == 2 and "equal shares of a step" in refused.err[0]
+
+
+def test_fsdp_on_one_rank_goes_on_like_the_trainer_without_the_recipe(tmp_path, tiny):
+    copy, options = patched(tmp_path, "fsdp"), [*tiny, "--optimizer=adamw", "--epochs=2"]
+    whole = launch(tmp_path / "whole", 1, *options)  # AdamW is fused: it depends on the layout
+    file = f"--resume={tmp_path / 'whole/checkpoint_epoch_1.pt'}"
+    assert_same_state(train_ranks(copy, 1, *options, file).newest(), whole.newest())
 
 
 def test_sync_batchnorm_computes_the_statistics_of_all_ranks(tmp_path):
@@ -422,8 +429,8 @@ def test_sync_batchnorm_refuses_what_it_cannot_do(tmp_path):
     copy = patched(tmp_path, "sync_batchnorm")
     options = ["--dataset=synthetic", "--image-size=32", "--model=resnet18", "--batch-size=4"]
     for more, message in (
-        (["--reproducible"], "does not work with --reproducible"),
-        (["--global-batch-size=12"], "as many micro-batches per step on each rank"),
+        (["--reproducible"], "--reproducible does not work"),
+        (["--global-batch-size=12"], "the same number of micro-batches on each rank"),
         ([], "SyncBatchNorm cannot train on this device"),  # gloo and a CPU
     ):
         result = launch_copy(copy, 2, *options, *more, run="refused")
@@ -478,6 +485,17 @@ def test_slow_links_resumes_as_the_run_that_saved_would_go_on(tmp_path):
                 assert torch.equal(weights(copy, 5, f"{way}2")[name], value), name
             assert losses[way] == pytest.approx(losses["plain"], rel=0.05)
             assert any(not torch.equal(value, ends["plain"][n]) for n, value in ends[way].items())
+
+
+def test_slow_links_refuses_what_it_cannot_do(tmp_path):
+    copy = patched(tmp_path, "slow_links")
+    for options, message in (
+        (["--average-every=2", "--reproducible"], "choose one of --average-every, --bf16-"),
+        (["--average-every=2", "--bf16-gradients"], "choose one of --average-every, --bf16-"),
+        (["--average-every=2", "--amp=fp16"], "--average-every does not work with --amp fp16"),
+    ):
+        result = launch_copy(copy, 1, *options, run="refused")
+        assert result.codes[0] == 2 and message in result.err[0], result.err
 
 
 def test_slow_links_that_average_the_weights_in_every_step_train_like_ddp(tmp_path):
