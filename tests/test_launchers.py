@@ -267,3 +267,30 @@ def test_workers_run_in_a_container(tmp_path):
     result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert {"rank 0", "rank 1"} < {*result.stdout.splitlines()}
+
+
+LATE_EXIT = """
+import subprocess, sys, time
+import launch
+
+HOST = '''
+import socket, sys, time
+with socket.socket(socket.AF_UNIX) as launcher:
+    launcher.connect(sys.argv[1])
+    launcher.sendall(b"node01\\\\n")
+    launcher.recv(9)
+    launcher.sendall(b"0")
+    time.sleep(1)
+'''
+start = [sys.executable, "-c", HOST]
+launch.start = lambda hosts, path, _: [("node01", subprocess.Popen([*start, path]))]
+print(launch.run({"node01": launch.Node("input")}, False))
+time.sleep(2)
+"""
+
+
+def test_launch_py_prints_no_traceback_if_ssh_exits_after_the_launcher_has_its_status():
+    command = [sys.executable, "-c", LATE_EXIT]
+    env = os.environ | {"PYTHONPATH": str(REPO / "scripts/ssh")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("0\n", "")

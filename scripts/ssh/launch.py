@@ -138,6 +138,7 @@ def run(nodes, with_pdsh):
                     deadline = time.monotonic() + END_SECONDS + HANG_SECONDS
                 else:
                     say("stopping: all ranks save and exit; press Ctrl-C again to kill them")
+    signal.set_wakeup_fd(-1)  # the sockets are about to be closed; a starter may still end
     if aborted and any(node.status != 0 for node in nodes.values()):
         return 130
     if failed:
