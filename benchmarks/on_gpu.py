@@ -230,7 +230,7 @@ def measure(part: Part, values: dict, seconds: float, log, cpu: bool) -> tuple[s
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="on_gpu.sh", description=__doc__)
+    parser = argparse.ArgumentParser(prog="on_gpu.sh", usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("--cpu", action="store_true", help="rehearsal on the CPU, with small sizes")
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="[all]")

@@ -44,7 +44,8 @@ def draw(runs: list[Path], output: Path) -> None:
         name = run.name if len(runs) > 1 else ""
         for axes, key, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
             train = [(r["step"], scale * r[key]) for r in records["train"]]
-            axes.plot(*zip(*train), color=color, alpha=0.5, lw=1, label=f"{name} training".strip())
+            style = {"color": color, "alpha": 0.5, "lw": 1, "label": f"{name} training".strip()}
+            axes.plot(*zip(*train), **style, marker="." if len(train) == 1 else None)
             if records["epoch"]:
                 test = [(r["step"], scale * r[f"test_{key}"]) for r in records["epoch"]]
                 last = f"{test[-1][1]:.4f}" if key == "loss" else f"{test[-1][1]:.2f} %"

@@ -54,7 +54,7 @@ install() {
     printf '%s\n' "$TORCH_INDEX" "${TORCH_INDEX##*/}" >"$VENV/installed-torch-index.txt"
   fi
   if ! cmp -s requirements.txt "$VENV/installed-requirements.txt"; then
-    echo "Installing requirements.txt into $VENV (PyTorch with CUDA: about 5 GB, some minutes)"
+    echo "Installing requirements.txt into $VENV (if PyTorch is missing: 5 GB, some minutes)"
     "${pip[@]}" install -r requirements.txt ||
       fail "pip could not install requirements.txt: see its message above"
     cp requirements.txt "$VENV/installed-requirements.txt"

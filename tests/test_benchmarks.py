@@ -146,6 +146,13 @@ def test_on_gpu_without_a_gpu_is_a_user_error():
     assert (done.returncode, done.stderr) == (2, text)
 
 
+def test_on_gpu_refuses_a_mistyped_option_in_one_sentence():
+    env = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run([*ON_GPU, "--minute=5s"], capture_output=True, text=True, env=env)
+    text = "on_gpu.sh: error: argument --minutes: invalid float value: '5s'\n"
+    assert (done.returncode, done.stderr) == (2, text)
+
+
 @pytest.mark.long
 def test_on_gpu_measures_every_part(tmp_path):
     done, report = on_gpu(tmp_path)

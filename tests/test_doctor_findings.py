@@ -241,7 +241,7 @@ def test_a_rank_that_stops_after_the_ranks_have_met_is_named():
 def test_another_program_on_the_master_port_is_named(tmp_path):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-        code = "doctor.MEET_SECONDS = -4; import os; rank = doctor.Rank(doctor.parse([])[0], "
+        code = "doctor.MEET_SECONDS = 2; import os; rank = doctor.Rank(doctor.parse([])[0], "
         code += "doctor.guard.launch_environment(os.environ)); rank.info = {}; "
         code += f"rank.notes = doctor.Path({str(tmp_path)!r}); rank.meet(); "
         code += "print(rank.findings[0], flush=True); os._exit(0)"

@@ -1,5 +1,6 @@
 """The quickstart, the plots, and the --help of every shell script."""
 
+import json
 import os
 import re
 import subprocess
@@ -104,6 +105,23 @@ def test_plots_compare_runs(tmp_path, tiny):
         f"plot_metrics.py: error: {tmp_path}/absent is not a run directory "
         "(No such file or directory)\n"
     )
+
+
+def test_a_run_with_one_record_is_visible(tmp_path):
+    from matplotlib import image
+
+    record = {"kind": "train", "step": 20, "loss": 1.5, "accuracy": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    assert run(sys.executable, REPO / "scripts/plot_metrics.py", tmp_path).returncode == 0
+    pixels = image.imread(tmp_path / "metrics.png")[150:350, 900:1130, :3]  # no legend, no axis
+    assert (pixels.max(2) - pixels.min(2)).max() > 0.2, "the point is not drawn"
+
+
+def test_an_unknown_version_is_a_user_error(tmp_path):
+    result = run(REPO / "tests/run.sh", "--versions", "3.9", VERSIONS_DIR=tmp_path / "versions")
+    text = "versions.py: error: 3.9 is none of 3.10, 3.11, 3.13, 3.14\n"
+    assert (result.returncode, result.stderr) == (1, text)
+    assert list(tmp_path.iterdir()) == []
 
 
 # These functions run before a script has found the repository, so they cannot be sourced.

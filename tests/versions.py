@@ -26,6 +26,7 @@ DEFAULT = "3.10", "3.14"  # the oldest and the newest
 TEST_PACKAGES = "pytest", "tensorboard"
 RECIPES = "own_model image_folder language_model learning_rate augmentation cuda_graphs"
 RECIPES += " async_checkpoint_that async_checkpoint_writes ema weight_decay muon fsdp profiler"
+RECIPES += " slow_links"
 FEATURES = {  # feature: tests, by the beginnings of their names
     "training on 1, 2, 3 and 4 ranks": """test_setup.py::test_plain_python
         test_world_sizes.py::test_losses_agree test_world_sizes.py::test_accumulated_gradients""",
@@ -116,6 +117,8 @@ def run_tests(python: Path, directory: Path) -> dict[str, str]:
 def main() -> None:
     root = Path(os.environ.get("VERSIONS_DIR") or Path.home() / ".cache/versions")
     columns, wrong = {}, []
+    if unknown := [version for version in sys.argv[1:] if version not in VERSIONS]:
+        sys.exit(f"versions.py: error: {unknown[0]} is none of {', '.join(VERSIONS)}")
     for version in sys.argv[1:] or DEFAULT:
         directory = root / version
         directory.mkdir(parents=True, exist_ok=True)
