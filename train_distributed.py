@@ -147,8 +147,8 @@ def setup_distributed(cfg: argparse.Namespace) -> World:
     """Join all ranks into one process group. Collective."""
     rank, local_rank, world_size, per_node = launch_environment(os.environ)
     accelerator = getattr(torch, "accelerator", torch.cuda)  # PyTorch < 2.6: only CUDA
-    # Several ranks cannot use the GPU of a Mac (mps), because it has no collectives.
-    gpus = accelerator.device_count() * (world_size == 1 or not torch.backends.mps.is_available())
+    no_collectives = world_size > 1 and torch.backends.mps.is_available()  # on the GPU of a Mac
+    gpus = 0 if no_collectives or not accelerator.is_available() else accelerator.device_count()
     nodes, device = world_size // per_node, torch.device("cpu")
     if (cfg.nodes or nodes, cfg.gpus_per_node or per_node) != (nodes, per_node):
         raise UserError(f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks")

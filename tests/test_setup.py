@@ -55,6 +55,7 @@ def four_gpus(monkeypatch) -> list:
         pytest.skip("without a GPU, this PyTorch refuses to name its device")
     calls = []
     setter = "set_device" if ACCELERATOR is torch.cuda else "set_device_index"
+    monkeypatch.setattr(ACCELERATOR, "is_available", lambda: True)
     monkeypatch.setattr(ACCELERATOR, "device_count", lambda: 4)
     monkeypatch.setattr(ACCELERATOR, setter, calls.append)
     monkeypatch.setattr(
@@ -64,6 +65,15 @@ def four_gpus(monkeypatch) -> list:
     for name, value in TORCHRUN_RANK.items():
         monkeypatch.setenv(name, value)
     return calls
+
+
+def test_without_a_gpu_nobody_counts_them(monkeypatch):
+    def fail():  # what PyTorch 2.7 for CUDA does
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    monkeypatch.setattr(ACCELERATOR, "is_available", lambda: False)
+    monkeypatch.setattr(ACCELERATOR, "device_count", fail)
+    assert setup_distributed(parse_config([])).device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("local_rank, gpu", [(1, 1), (5, 1)])
