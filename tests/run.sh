@@ -3,14 +3,15 @@
 # scripts/quickstart.sh (created if missing).
 #
 # Usage: tests/run.sh [--cluster] [--long] [options of pytest]
-#        tests/run.sh --versions [3.10 3.14 ...]
+#        tests/run.sh --versions [3.10 3.12:2.8 ...]
 #
 # --cluster runs the tests on a real Slurm cluster too, in namespaces of this machine: as root, on
 # Debian, whose packages it installs. Without it, they run if the packages are installed. --long runs
 # all of the fault suite: hundreds of kills and damaged files, every fault with every launcher.
 #
 # --versions runs only tests/versions.py: the trainer's and the guard's tests on the oldest and the
-# newest Python and PyTorch, or on those versions of Python. It fails if a Python is not installed.
+# newest Python and PyTorch, or on those versions: of Python alone, or of Python:PyTorch. It fails if a
+# Python is not installed.
 #
 # Environment:
 #   VENV   the virtual environment                                                   [.venv]

@@ -119,8 +119,8 @@ def test_a_run_with_one_record_is_visible(tmp_path):
 
 def test_an_unknown_version_is_a_user_error(tmp_path):
     result = run(REPO / "tests/run.sh", "--versions", "3.9", VERSIONS_DIR=tmp_path / "versions")
-    text = "versions.py: error: 3.9 is none of 3.10, 3.11, 3.13, 3.14\n"
-    assert (result.returncode, result.stderr) == (1, text)
+    text = "3.9 is not 3.10, 3.11, 3.12, 3.13, 3.14, or one of them with a PyTorch: 3.12:2.8"
+    assert (result.returncode, result.stderr) == (1, f"versions.py: error: {text}\n")
     assert list(tmp_path.iterdir()) == []
 
 

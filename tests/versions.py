@@ -1,10 +1,11 @@
 """The trainer's and the guard's tests on other versions of Python and PyTorch.
 
-    tests/run.sh --versions [3.10 3.14 ...]
+    tests/run.sh --versions [3.10 3.12:2.8 ...]
 
-Makes a virtual environment for each version (in ~/.cache/versions, or in $VERSIONS_DIR; 5 GB each),
-runs the tests of each feature there, and prints a table. Exit code 1 if a test fails or a Python
-is missing; it takes about 15 minutes per version.
+Makes a virtual environment for each version of Python, with the PyTorch below or the one after the
+colon (in ~/.cache/versions, or in $VERSIONS_DIR; 5 GB each), runs the tests of each feature there,
+and prints a table. Exit code 1 if a test fails or a Python is missing. It takes about 12 minutes
+per version.
 """
 
 import os
@@ -16,12 +17,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-VERSIONS = {  # Python: the packages that requirements.txt would not choose
-    "3.10": ["torch==2.4.*", "torchvision==0.19.*", "numpy<2"],
-    "3.11": ["torch==2.6.*", "torchvision==0.21.*"],
-    "3.13": [],
-    "3.14": [],
-}
+PYTORCH = {"3.10": "2.4", "3.11": "2.6", "3.12": "2.8", "3.13": "", "3.14": ""}  # "": the newest
 DEFAULT = "3.10", "3.14"  # the oldest and the newest
 TEST_PACKAGES = "pytest", "tensorboard"
 RECIPES = "own_model image_folder language_model learning_rate augmentation cuda_graphs"
@@ -75,7 +71,15 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def make_environment(version: str, directory: Path) -> Path | None:
+def packages(pytorch: str) -> list[str]:
+    """The packages of this PyTorch that requirements.txt would not choose."""
+    if not pytorch:
+        return []
+    minor = int(pytorch.split(".")[1])
+    return [f"torch==2.{minor}.*", f"torchvision==0.{minor + 15}.*"] + ["numpy<2"] * (minor < 5)
+
+
+def make_environment(version: str, pytorch: str, directory: Path) -> Path | None:
     """The environment's Python; None if this Python is not on the machine."""
     python = directory / "bin/python"
     if not (directory / "complete").exists():
@@ -83,8 +87,8 @@ def make_environment(version: str, directory: Path) -> Path | None:
             return None
         subprocess.run([base, "-m", "venv", "--clear", directory], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        packages = *VERSIONS[version], "-r", REPO / "requirements.txt", *TEST_PACKAGES
-        subprocess.run([*pip, *packages], check=True)
+        required = *packages(pytorch), "-r", REPO / "requirements.txt", *TEST_PACKAGES
+        subprocess.run([*pip, *required], check=True)
         (directory / "complete").touch()
     return python
 
@@ -117,12 +121,15 @@ def run_tests(python: Path, directory: Path) -> dict[str, str]:
 def main() -> None:
     root = Path(os.environ.get("VERSIONS_DIR") or Path.home() / ".cache/versions")
     columns, wrong = {}, []
-    if unknown := [version for version in sys.argv[1:] if version not in VERSIONS]:
-        sys.exit(f"versions.py: error: {unknown[0]} is none of {', '.join(VERSIONS)}")
-    for version in sys.argv[1:] or DEFAULT:
-        directory = root / version
+    known = rf"({'|'.join(map(re.escape, PYTORCH))})(:2\.\d+)?"
+    if unknown := [word for word in sys.argv[1:] if not re.fullmatch(known, word)]:
+        text = f"{unknown[0]} is not {', '.join(PYTORCH)}, or one of them with a PyTorch: 3.12:2.8"
+        sys.exit(f"versions.py: error: {text}")
+    for word in sys.argv[1:] or DEFAULT:
+        version, _, pytorch = word.partition(":")
+        directory = root / word.replace(":", "-")  # a colon would divide PATH
         directory.mkdir(parents=True, exist_ok=True)
-        python = make_environment(version, directory)
+        python = make_environment(version, pytorch or PYTORCH[version], directory)
         if not python:
             wrong.append(f"there is no Python {version}: set PYTHON{version.replace('.', '_')}")
             continue
