@@ -463,6 +463,11 @@ class HangWatch:
     """
 
     def __init__(self, rank: int, store, infos: list[dict]):
+        from torch import __version__ as version
+
+        # Before PyTorch 2.11, the Flight Recorder is off by default.
+        name = "TORCH_FR_BUFFER_SIZE" if version >= "2.8" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+        os.environ.setdefault(name, "2000")
         self.rank, self.store, self.infos = rank, store, infos
         self.timeout = seconds("HANG_TIMEOUT", 540)
         self.steps = 0
@@ -594,19 +599,17 @@ def last_collective() -> dict:
 def flight_recorder(entries: bool):
     """Yield (backend, PyTorch's Flight Recorder trace) for each backend in use."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    if c10d and not hasattr(c10d, "_dump_fr_trace_json"):  # an older PyTorch: only for NCCL
-        with suppress(Exception):
-            yield "nccl", json.loads(c10d._dump_nccl_trace_json(entries, False))
-        with suppress(Exception):
+    if hasattr(c10d, "_dump_nccl_trace_json"):
+        yield "nccl", json.loads(c10d._dump_nccl_trace_json(entries, False))
+    if hasattr(c10d, "_dump_fr_trace_json"):
+        yield "gloo", json.loads(c10d._dump_fr_trace_json(entries, False))
+    elif c10d:
+        with suppress(KeyError, RuntimeError):  # the main thread is importing or adding a group
             yield "gloo", trace_of_main_thread()
-        return
-    for backend in ("gloo", "nccl"):
-        with suppress(Exception):
-            yield backend, json.loads(c10d._dump_fr_trace_json(entries, False, backend))
 
 
 def trace_of_main_thread() -> dict:
-    """Like a trace, for older versions of PyTorch, where gloo has no Flight Recorder.
+    """Like a trace, for PyTorch < 2.8, where gloo has no Flight Recorder.
 
     It has a counter of the collectives started. The last one is taken for incomplete while the main
     thread is in a function of torch.distributed, of DDP, or in a backward pass.

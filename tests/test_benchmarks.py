@@ -184,7 +184,7 @@ def test_idle_share_counts_the_time_between_overlapping_kernels_once():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="PyTorch < 2.6")
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch < 2.9")
 def test_fsdp_halves_what_two_ranks_hold(tmp_path):
     words = "--model resnet18 --ranks 2 --steps 1 --rounds 1"
     out = run(tmp_path, "recipes.py", *words.split())

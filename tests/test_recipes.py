@@ -371,7 +371,7 @@ def test_muon_orthogonalizes_in_bf16_and_resumes_exactly(tmp_path):
     assert code == 2 and "--optimizer muon needs" in output
 
 
-@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "fully_shard"), reason="PyTorch < 2.6")
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch < 2.9")
 def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     copy = patched(tmp_path, "fsdp")
     options = [*tiny, "--batch-size=17", "--global-batch-size=102", "--epochs=2", "--keep=9"]
