@@ -136,6 +136,8 @@ class Rank:
     def run(self) -> None:
         """Run all checks and exit."""
         signal.alarm(120)  # in case anything hangs
+        stdout = os.dup(1)
+        os.dup2(2, 1)  # where the gloo of PyTorch 2.8 and 2.9 would print
         try:
             self.log("importing PyTorch")
             with suppress(ImportError):  # checks.software() reports it
@@ -153,6 +155,7 @@ class Rank:
         except Exception as error:
             text = f"rank {self.rank} on {HOST} failed while {self.doing}: {first_line(error)}"
             self.add("FAIL", "doctor", text, "see its log")
+        os.dup2(stdout, 1)
         if self.rank == 0:
             self.findings += checks.check_repository(self.args.dataset, self.args.data_dir)
             failed = report(merge(self.findings), self.args.json) == 2

@@ -226,6 +226,14 @@ def rank_of_two(rank: int, port: int, code: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=ENV | env, stdout=subprocess.PIPE, text=True, cwd=REPO)
 
 
+def test_what_a_library_prints_in_a_launch_is_no_part_of_the_report():
+    noise = "import os; cores = doctor.checks.cores; "  # gloo of PyTorch 2.8: "[Gloo] Rank 0 is"
+    noise += "doctor.checks.cores = lambda: os.write(1, b'[Gloo] Rank') and cores(); "
+    launch = "os.environ['WORLD_SIZE'] = '1'; sys.argv.append('--json'); doctor.main()"
+    output, _ = rank_of_two(0, free_port(), noise + launch).communicate(timeout=60)
+    assert json.loads(output)[-1]["level"]
+
+
 def test_a_rank_that_stops_after_the_ranks_have_met_is_named():
     port = free_port()
     code = "doctor.REDUCE_SECONDS = 2; doctor.main()"
