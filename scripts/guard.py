@@ -604,7 +604,7 @@ def flight_recorder(entries: bool):
     if hasattr(c10d, "_dump_fr_trace_json"):
         yield "gloo", json.loads(c10d._dump_fr_trace_json(entries, False))
     elif c10d:
-        with suppress(KeyError, RuntimeError):  # the main thread is importing or adding a group
+        with suppress(AttributeError, KeyError, RuntimeError):  # it is importing, or adding a group
             yield "gloo", trace_of_main_thread()
 
 
