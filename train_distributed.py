@@ -303,8 +303,7 @@ class SeededDataset(Dataset):
         self.dataset, self.seed = dataset, seed
 
     def __getitem__(self, key: int):
-        """key: see MicroBatchSampler"""
-        epoch, index = divmod(key, len(self.dataset))
+        epoch, index = divmod(key, len(self.dataset))  # see MicroBatchSampler
         torch.default_generator.manual_seed(derive_seed(self.seed, "augmentation", epoch, index))
         name = getattr(self.dataset, "samples", range(index + 1))[index]
         with explain(f"cannot read sample {name}: replace or remove it", OSError):
@@ -724,7 +723,7 @@ def sync(run: Run, metrics: Metrics) -> tuple[list[int], bool, bool]:
     flags = run.stop.poll(), save, int(1e6 * (now - run.synced_at) / steps)
     *totals, stop, save, mean = metrics.all_reduce(run.world, flags)
     interval = int(1e6 * SYNC_SECONDS * run.world.world_size / max(1, mean))
-    run.synced_step, run.synced_at, run.stop.save = run.global_step, now, False
+    run.synced_step, run.synced_at, run.stop.save = run.global_step, now, run.stop.save and not save
     run.next_sync = run.global_step + max(1, min(interval, 2 * steps))
     if run.scaler.get_scale() < 2.0**-10:  # it halves whenever it skips a step
         raise UserError("gradients are often not finite: lower --lr or set --clip-grad-norm", "NaN")
@@ -821,11 +820,12 @@ def train(cfg: argparse.Namespace, world: World) -> None:
     while run.global_step < run.last_step and not train_epoch(run):
         pass
     ending = "finished" if run.global_step >= run.total else "stopped"
-    reason = run.stop.reason or "a signal to another rank" * (run.global_step < run.last_step)
-    if world.rank == 0:
-        write_status(run, ending, reason)
+    reasons = [run.stop.reason] * world.world_size
+    if world.world_size > 1:
+        dist.all_gather_object(reasons, run.stop.reason)  # rank 0 may not have seen it
+    if world.rank == 0:  # the others wait below: launchers may kill all when one exits
         log(f"{ending.title()} at step {run.global_step} of {run.total}, saved in {directory.path}")
-    on_rank_0(world, lambda: None)  # wait for its last save: launchers may kill all at one exit
+    on_rank_0(world, write_status, run, ending, next(filter(None, reasons), ""))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -48,8 +48,7 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path, tiny, tria
 
     run = train(tmp_path / "run", ranks, *tiny, FOREVER, during=during, record=True)
     status = run.status()
-    reason = "a signal to another rank" if rank else number
-    assert (status["state"], status["reason"]) == ("stopped", reason)
+    assert (status["state"], status["reason"]) == ("stopped", number)
     samples, step = run.samples(), status["global_step"]
     assert max(samples) == step - 1  # no rank began another step
     assert all(len(micros) == ranks for micros in samples.values())  # all finished the last step
@@ -72,24 +71,25 @@ def test_no_rank_exits_before_the_last_save(tmp_path, tiny):
 
 @pytest.mark.parametrize("way", ["STOP", "STOP_FILE", "DEADLINE"])
 def test_a_file_or_the_clock_stops_the_run(tmp_path, tiny, way):
-    file = tmp_path / "run/STOP" if way == "STOP" else tmp_path / "node-local"
-    env = {"STOP_FILE": str(tmp_path / "node-local")}
-    before = "import os, time; os.environ['DEADLINE'] = str(time.time() + 6)"
+    """STOP_FILE may be on the disk of one node, and the clock of one node may be ahead."""
+    file = tmp_path / ("run/STOP" if way == "STOP" else "node-local")
+    value = "str(time.time() + 6)" if way == "DEADLINE" else repr(str(file))
+    setting = f"import os, time; os.environ['{way}'] = {value}"
+    only_rank_1 = f"import os\nif os.environ['RANK'] == '1': {setting}"
 
     def during(_processes):
         wait_for_step(tmp_path / "run", 3)
         if way != "DEADLINE":
             file.touch()
 
-    more = {"before": before} if way == "DEADLINE" else {"env": env}
-    run = train(tmp_path / "run", 2, *tiny, FOREVER, during=during, **more)
+    run = train(tmp_path / "run", 2, *tiny, FOREVER, during=during, before=only_rank_1)
     status = run.status()
     reason = "time limit" if way == "DEADLINE" else "STOP file"
     assert (status["state"], status["reason"]) == ("stopped", reason)
     assert f"Stopped at step {status['global_step']} of " in run.out[0]
     file.unlink(missing_ok=True)
     goal = f"--stop-at-step={status['global_step'] + 1}"
-    again = train(tmp_path / "run", 2, *tiny, FOREVER, goal, env=env)
+    again = train(tmp_path / "run", 2, *tiny, FOREVER, goal, env={"STOP_FILE": str(file)})
     assert "Resuming from" in again.out[0]  # an old stop request does not stop it
 
 
@@ -255,16 +255,30 @@ def test_a_stop_does_not_wait_for_the_next_record(tmp_path, tiny):
     assert stopped.status()["global_step"] < 26
 
 
-@pytest.mark.parametrize("way", ["file", "signal"])
+SAVE_DURING_EXCHANGE = """
+import os, signal
+signalled = []
+
+def all_reduce(self, world, more=(), inner=train_distributed.Metrics.all_reduce):
+    if world.rank == 1 and not signalled:
+        signalled.append(os.kill(os.getpid(), signal.SIGURG))
+    return inner(self, world, more)
+
+train_distributed.Metrics.all_reduce = all_reduce
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "signal", "signal during an exchange"])
 def test_a_request_to_save_is_served_once_and_training_continues(tmp_path, tiny, way):
     run = tmp_path / "run"
     poll = "import train_distributed; train_distributed.SYNC_SECONDS = 0.1"
+    poll += SAVE_DURING_EXCHANGE * (way == "signal during an exchange")
 
     def during(processes):
         wait_for_step(run, 5)
         if way == "file":
             (run / "SAVE").touch()
-        else:
+        elif way == "signal":
             os.kill(processes[-1].pid, signal.SIGURG)
         wait_until(lambda: list(run.glob("checkpoint_step_*.pt")), "no checkpoint")
         wait_for_step(run, steps_of(run) + 30)
