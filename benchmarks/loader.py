@@ -13,9 +13,11 @@ the median ratio within a round.
 """
 
 import argparse
+import contextlib
 import functools
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -51,14 +53,40 @@ def make_file(root: Path, copies: int, index: int) -> None:
         first.unlink()
 
 
+@contextlib.contextmanager
+def starting_processes():
+    """Delays Ctrl-C, which a fork can lose. The processes ignore it: see kill_processes."""
+    received = []
+    signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if received:
+        raise KeyboardInterrupt
+
+
+def kill_processes() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would report them
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
+
+
+def start_pool():
+    with starting_processes():
+        return multiprocessing.get_context("fork").Pool(CORES)
+
+
 def make_files(root: Path, number: int, copies: int = 1) -> None:
     """Make that many files on all cores, each under `copies` names (hard links)."""
-    with multiprocessing.get_context("fork").Pool(CORES) as pool:
+    with start_pool() as pool:
         pool.map(functools.partial(make_file, root, copies), range(number))
 
 
 def shrink(path: str, target: Path) -> None:
-    image = Image.open(path).convert("RGB")
+    try:
+        image = Image.open(path).convert("RGB")
+    except OSError as error:
+        raise OSError(f"cannot read {path}: {error}") from error
     scale = 256 / min(image.size)
     image = image.resize([round(scale * side) for side in image.size], Image.BICUBIC)
     image.save(target, quality=92)
@@ -68,7 +96,7 @@ def make_smaller(target: Path, paths: list[str]) -> list[str]:
     """Copies of the files, resized so that the short side has 256 pixels."""
     target.mkdir()
     smaller = [target / f"{number}.jpg" for number in range(len(paths))]
-    with multiprocessing.get_context("fork").Pool(CORES) as pool:
+    with start_pool() as pool:
         pool.starmap(shrink, zip(paths, smaller))
     return list(map(str, smaller))
 
@@ -87,8 +115,9 @@ def bare(function, paths: list[str]) -> float:
     ready, go = fork.Semaphore(0), fork.Event()
     shares = [paths[i::CORES] for i in range(CORES)]
     processes = [fork.Process(target=decode_all, args=(function, s, ready, go)) for s in shares]
-    for process in processes:
-        process.start()
+    with starting_processes():
+        for process in processes:
+            process.start()
     for _ in processes:
         ready.acquire()
     began = time.perf_counter()
@@ -111,6 +140,8 @@ class Loader:
         self.sampler = trainer.MicroBatchSampler(files, cfg, trainer.World())
         dataset = torch.utils.data.Subset(dataset, range(files))
         self.loader = trainer.get_dataloader(cfg, trainer.World(), dataset, self.sampler)
+        with starting_processes():
+            iter(self.loader)
         self()
 
     def __call__(self) -> float:
@@ -165,13 +196,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.files < CORES:
         parser.error(f"--files should be at least {CORES}, one for each core")
-    if options.make:
-        return make_files(options.make, options.files, options.copies)
-    with tempfile.TemporaryDirectory() as directory:
-        if not options.data_dir:
-            options.data_dir = Path(directory, "made")
-            make_files(options.data_dir, options.files)
-        compare(options, Path(directory))
+    try:
+        if options.make:
+            return make_files(options.make, options.files, options.copies)
+        with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+            stack.callback(kill_processes)
+            if not options.data_dir:
+                options.data_dir = Path(directory, "made")
+                make_files(options.data_dir, options.files)
+            compare(options, Path(directory))
+    except (OSError, trainer.UserError) as error:
+        parser.exit(2, f"loader.py: error: {error}\n")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

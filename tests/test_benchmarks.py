@@ -3,8 +3,10 @@
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch.distributed.fsdp
@@ -59,6 +61,33 @@ def test_loader_is_compared_with_bare_decoding(tmp_path):
     out = run(tmp_path, "loader.py", *"--files 128 --rounds 1 --workers 0 1".split())
     assert re.search(r"^\| bare decoding, the limit \| \d+ \| 1\.000 ", out, re.M), out
     assert re.search(r"^\| ours, 1 workers \| \d+ \| \d\.\d{3} ", out, re.M), out
+
+
+def test_ctrl_c_ends_the_loader_benchmark_and_its_workers(tmp_path):
+    words = "benchmarks/loader.py --files 8 --rounds 10000 --workers 1".split()
+    options = {"stderr": subprocess.PIPE, "start_new_session": True, "cwd": REPO, "text": True}
+    with subprocess.Popen([sys.executable, *words], **options) as process:
+        while process.stderr.read(1) not in (".", ""):  # a dot per measurement
+            pass
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            error = process.communicate(timeout=60)[1]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+                pytest.fail("processes of the benchmark were left")
+    assert process.returncode == 130 and "Traceback" not in error, error
+
+
+def test_the_loader_benchmark_names_a_file_that_cannot_be_read(tmp_path):
+    loader = load(REPO / "benchmarks/loader.py")
+    loader.make_files(tmp_path, 4)
+    bad = tmp_path / "train/class_1/3_0.jpg"
+    bad.write_bytes(bad.read_bytes()[:5000])
+    words = [sys.executable, REPO / "benchmarks/loader.py", f"--data-dir={tmp_path}", "--files=4"]
+    result = subprocess.run(words, capture_output=True, text=True)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.startswith(f"loader.py: error: cannot read {bad}: "), result.stderr
 
 
 @pytest.mark.long
