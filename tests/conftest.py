@@ -47,6 +47,12 @@ def pytest_terminal_summary(terminalreporter):
         )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory):
+    """Where processes that a test kills leave theirs, so that pytest removes them later."""
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> list[str]:
     """Options for 203 training and 103 test digits: no multiple of any batch or world size here."""
