@@ -158,12 +158,15 @@ def test_on_gpu_does_not_report_skipped_tests_as_measured(tmp_path):
 
 
 def test_on_gpu_names_a_missing_package_and_stops_a_part_at_its_time_limit(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['pytest'] = None")
-    words = ["--only", "tests", "startup", "--minutes=0.06"]
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time; sys.modules['pytest'] = None\n"
+        "if 'benchmarks/startup.py' in sys.orig_argv: time.sleep(600)\n"
+    )
+    words = ["--only", "tests", "startup", "--minutes=0.1"]
     done, report = on_gpu(tmp_path, *words, PYTHONPATH=str(tmp_path))
     assert "NCCL) | not measured (not installed: pytest) |" in report
     # It depends on the speed of this machine whether any time is left for it.
-    late = r"failed \(stopped after \d s\)|not measured \(the 0.06 minutes were over\)"
+    late = r"failed \(stopped after \d+ s\)|not measured \(the 0.1 minutes were over\)"
     assert re.search(rf"^\| Start-up \| ({late}) \|$", report, re.M), report + done.stderr
     assert not processes_with("MARK", tmp_path)
 
