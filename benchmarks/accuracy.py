@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time to 99 % test accuracy on MNIST: configs/mnist_fast.yaml compared with a plain loop.
 
-    python benchmarks/accuracy.py --data-dir data               # half an hour on two cores
+    python benchmarks/accuracy.py --data-dir data               # 10 to 30 minutes on two cores
     python benchmarks/accuracy.py --data-dir data --rounds 1 --accuracy 98
 
 The plain loop ("template") is the usual one with the same network: a transform per image, loader

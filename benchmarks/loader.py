@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast the trainer's loader reads JPEG files, compared with bare decoding on the same cores.
 
-    python benchmarks/loader.py                         # creates its own files; five minutes
+    python benchmarks/loader.py                         # creates its own files; one to five minutes
     python benchmarks/loader.py --data-dir imagenet --files 5000 --workers 8 16 32
     python benchmarks/loader.py --make DIR --copies 8   # only creates files, each under 8 names
 
@@ -55,19 +55,24 @@ def make_file(root: Path, copies: int, index: int) -> None:
 
 @contextlib.contextmanager
 def starting_processes():
-    """Delays Ctrl-C, which a fork can lose. The processes ignore it: see kill_processes."""
+    """Delays Ctrl-C, which a fork can lose. The processes ignore it: kill_processes() ends them."""
     received = []
-    signal.signal(signal.SIGINT, lambda *_: received.append(True))
-    yield
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
     if received:
         raise KeyboardInterrupt
 
 
 def kill_processes() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave files
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would report them
-    for process in multiprocessing.active_children():
+    processes = multiprocessing.active_children()
+    for process in processes:
         process.kill()
+    for process in processes:
         process.join()
 
 

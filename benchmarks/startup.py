@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long train_distributed.py takes until its first step, by part.
 
-    python benchmarks/startup.py                    # 1, 2, 8, 16, 32 ranks, about 10 minutes
+    python benchmarks/startup.py                    # 1, 2, 8, 16, 32 ranks, five to ten minutes
     python benchmarks/startup.py --ranks 1 --rounds 3 -- --compile
 
 Runs the trainer on the sample of MNIST until its first step, with the options after --, and prints

@@ -49,7 +49,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory):
-    """Where processes that a test kills leave theirs, so that pytest removes them later."""
+    """A process that a test kills leaves its temporary files; pytest removes this directory."""
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
 
 
