@@ -76,9 +76,12 @@ def kill_processes() -> None:
         process.join()
 
 
+@contextlib.contextmanager
 def start_pool():
-    with starting_processes():
-        return multiprocessing.get_context("fork").Pool(CORES)
+    with contextlib.ExitStack() as stack:
+        with starting_processes():
+            pool = stack.enter_context(multiprocessing.get_context("fork").Pool(CORES))
+        yield pool
 
 
 def make_files(root: Path, number: int, copies: int = 1) -> None:
@@ -137,7 +140,7 @@ def bare(function, paths: list[str]) -> float:
 class Loader:
     """The trainer's loader. Calling it reads one epoch and returns the images per second.
 
-    The constructor reads the first epoch, which starts the workers.
+    The constructor starts the workers and reads the first epoch.
     """
 
     def __init__(self, cfg, dataset, files: int, workers: int):
