@@ -1,0 +1,36 @@
+"""Compute the statistics of BatchNorm over the micro-batches of all GPUs.
+
+    torchrun --standalone --nproc-per-node 2 examples/sync_batchnorm.py --model resnet18 \
+        --image-size 32 --batch-size 4 --checkpoint-dir runs/sync_batchnorm
+    TRAIN_SCRIPT=examples/sync_batchnorm.py scripts/ssh/launch_singlenode.sh \
+        configs/default_config.yaml 2 --model resnet18 --image-size 32 --batch-size 4 \
+        --checkpoint-dir runs/sync_batchnorm_2
+
+Shows a model whose forward pass exchanges data with the other ranks: across_ranks gives all ranks
+equally many micro-batches. For few samples per GPU. Several ranks need a GPU each. The results
+depend on the number of ranks.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
+from train_distributed import Task, UserError, main  # noqa: E402
+
+
+class SyncedStatistics(Task):
+    across_ranks = True
+
+    def model(self, cfg):
+        accelerator = getattr(torch, "accelerator", torch.cuda)  # PyTorch < 2.6: only CUDA
+        if dist.is_initialized() and not accelerator.is_available():
+            raise UserError("SyncBatchNorm needs a GPU for each rank: start a single process")
+        return nn.SyncBatchNorm.convert_sync_batchnorm(super().model(cfg))
+
+
+if __name__ == "__main__":
+    main(SyncedStatistics())
