@@ -35,14 +35,20 @@ class Finding:
     data: dict | None = None  # numbers, for programs
 
     def __str__(self) -> str:
-        where, remedy = self.where and f"{self.where}: ", self.remedy and f": {self.remedy}"
-        return f"{self.level:5}{self.check:17} {where}{self.observed}{remedy}"
+        text = self.observed
+        if self.where:
+            text = f"{self.where}: {text}"
+        if self.remedy:
+            text = f"{text}: {self.remedy}"
+        return f"{self.level:5}{self.check:17} {text}"
 
 
 def check_machine(run_directory: str) -> list[Finding]:
-    checks = [software, gpus, shared_memory, limits, cores, host_name, environment]
-    findings = [finding for check in checks for finding in attempt(check)]
-    return findings + attempt(disks, run_directory)
+    findings = []
+    for check in (software, gpus, shared_memory, limits, cores, host_name, environment):
+        findings += attempt(check)
+    findings += attempt(disks, run_directory)
+    return findings
 
 
 def check_repository(dataset: str, data_dir: str) -> list[Finding]:
@@ -62,7 +68,8 @@ def attempt(check, *arguments) -> list[Finding]:
 
 
 def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().split("\n")[0][:200]
+    text = f"{type(error).__name__}: {error}".strip()
+    return text.split("\n")[0][:200]
 
 
 # ---- software, GPUs
@@ -77,7 +84,8 @@ def missing_packages(script: str) -> list[str]:
 
 def software():
     remedy = "pip install -r requirements.txt, or see scripts/site.sh"
-    if missing := missing_packages("train_distributed.py"):
+    missing = missing_packages("train_distributed.py")
+    if missing:
         level = "FAIL" if "torch" in missing else "WARN"
         yield Finding(level, "packages", f"{sys.executable} has no {', '.join(missing)}", remedy)
     if "torch" in missing:
@@ -85,7 +93,8 @@ def software():
     import torch
 
     text = f"{torch.__version__}, Python {platform.python_version()}"
-    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    numbers = re.findall(r"\d+", torch.__version__)
+    version = (int(numbers[0]), int(numbers[1]))
     if version < (2, 4):
         yield Finding("FAIL", "PyTorch", f"{text}: the trainer needs 2.4 or newer", remedy)
     elif version < (2, 10):
@@ -96,43 +105,93 @@ def software():
         yield Finding("OK", "PyTorch", text)
 
 
+GPU_FIELDS = [
+    "uuid",
+    "index",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+    "power.limit",
+    "power.default_limit",
+]
+
+
+BROKEN = ("[GPU is lost]", "[GPU requires reset]", "[Unknown Error]")  # values of nvidia-smi
+SMI_SECONDS = 10
+
+
 def gpus() -> list[Finding]:
     """The GPUs that PyTorch sees. Calls nvidia-smi: CUDA would allocate memory on each GPU."""
     import torch
 
-    count, visible = torch.cuda.device_count(), tuple(guard.visible_gpus())
-    fields = "uuid,index,name,driver_version,memory.total,memory.used"
-    fields += ",ecc.errors.uncorrected.volatile.total,power.limit,power.default_limit"
+    count = torch.cuda.device_count()
     try:
-        rows = [row for row in nvidia_smi("gpu", fields) if row[0].startswith(visible)]
-        processes = nvidia_smi("compute-apps", "gpu_uuid,pid")
+        rows = nvidia_smi("gpu", GPU_FIELDS)
+        processes = nvidia_smi("compute-apps", ["gpu_uuid", "pid"])
     except RuntimeError as error:
         return [Finding("WARN", "GPUs", str(error), "ask the administrators")]
-    findings, driver = [], f", driver {rows[0][3]}" if rows else ""
-    for uuid, index, _, _, total, used, errors, limit, default in rows:
-        if number(errors):
-            text = f"GPU {index} has {errors} uncorrected memory errors"
-            remedy = "exclude the node, and tell the administrators"
-            findings.append(Finding("FAIL", "GPU memory", text, remedy))
-        if number(used) > 1024:
-            pids = [pid for gpu, pid in processes if gpu == uuid]
-            text = f"{used} of {total} MiB of GPU {index} are in use by process "
-            text += ", ".join(pids) or "unknown"
-            remedy = "if it is left over from your training, kill it"
-            findings.append(Finding("WARN", "GPU memory", text, remedy, data={"pids": pids}))
-        if number(limit) < 0.9 * number(default):
-            text = f"the power of GPU {index} is limited to {limit} of {default} W"
-            remedy = f"nvidia-smi -i {index} -pl {default}, or ask the administrators"
-            findings.append(Finding("WARN", "GPU power", text, remedy))
-    if rows and (too_old := old_driver(rows[0][3], count)):
-        return [*findings, too_old]
-    if count < max(len(visible), guard.has_gpu()):
-        text = f"PyTorch {torch.__version__} sees {count} of {len(visible) or 'the'} GPUs{driver}"
+    visible = dict(guard.visible_gpus())
+    rows = [row for row in rows if row["uuid"] in visible]
+    findings = []
+    for row in rows:
+        findings += gpu_problems(row, processes)
+    if rows:
+        too_old = old_driver(rows[0]["driver_version"], count)
+        if too_old:
+            return [*findings, too_old]
+    return [*findings, gpu_count(count, guard.visible_devices(), rows)]
+
+
+def gpu_problems(gpu: dict[str, str], processes: list[dict[str, str]]):
+    """Memory errors, memory that is in use, and limited power of one GPU."""
+    index = gpu["index"]
+    broken = [value for value in gpu.values() if value in BROKEN]
+    if broken:
+        text = f"GPU {index} has failed ({broken[0]})"
+        yield Finding("FAIL", "GPUs", text, "exclude the node, and tell the administrators")
+    errors = gpu["ecc.errors.uncorrected.volatile.total"]
+    if number(errors):
+        text = f"GPU {index} has {errors} uncorrected memory errors"
+        remedy = "exclude the node, and tell the administrators"
+        yield Finding("FAIL", "GPU memory", text, remedy)
+    used = gpu["memory.used"]
+    if number(used) > 1024:
+        pids = [process["pid"] for process in processes if process["gpu_uuid"] == gpu["uuid"]]
+        text = f"{used} of {gpu['memory.total']} MiB of GPU {index} are in use by process "
+        text += ", ".join(pids) or "unknown"
+        remedy = "if it is left over from your training, kill it"
+        yield Finding("WARN", "GPU memory", text, remedy, data={"pids": pids})
+    limit = gpu["power.limit"]
+    default = gpu["power.default_limit"]
+    if number(limit) < 0.9 * number(default):
+        text = f"the power of GPU {index} is limited to {limit} of {default} W"
+        remedy = f"nvidia-smi -i {index} -pl {default}, or ask the administrators"
+        yield Finding("WARN", "GPU power", text, remedy)
+
+
+def gpu_count(count: int, visible: list[str], rows: list[dict[str, str]]) -> Finding:
+    """Whether PyTorch sees all visible GPUs. rows: of nvidia-smi, which may be missing"""
+    import torch
+
+    driver = ""
+    if rows:
+        driver = f", driver {rows[0]['driver_version']}"
+    expected = len(visible)
+    is_unknown = not guard.list_gpus()[1] and guard.has_gpu()
+    if is_unknown or (visible and visible[0].startswith("MIG-")):
+        expected = 1  # or more; a process sees one MIG device only
+    if count < expected:
+        total = expected if visible else "the"
+        text = f"PyTorch {torch.__version__} sees {count} of {total} GPUs{driver}"
         remedy = "ask the scheduler for GPUs, or install a PyTorch build for this driver"
-        return [*findings, Finding("WARN", "GPUs", text, remedy)]
-    names = " and ".join(sorted({row[2] for row in rows})) or "GPU"
-    text = f"{count} x {names}, CUDA {torch.version.cuda or 'none'}{driver}"
-    return [*findings, Finding("OK", "GPUs", text if count else "none: uses the CPU")]
+        return Finding("WARN", "GPUs", text, remedy)
+    if count == 0:
+        return Finding("OK", "GPUs", "none: uses the CPU")
+    names = sorted({row["name"] for row in rows})
+    name = " and ".join(names) or "GPU"
+    return Finding("OK", "GPUs", f"{count} x {name}, CUDA {torch.version.cuda or 'none'}{driver}")
 
 
 OLDEST_DRIVER = {"12": 525, "13": 580}  # for each CUDA version, from NVIDIA's compatibility table
@@ -159,19 +218,25 @@ def number(text: str) -> float:
     return 0.0
 
 
-def nvidia_smi(what: str, fields: str) -> list[list[str]]:
+def nvidia_smi(what: str, fields: list[str]) -> list[dict[str, str]]:
     """Rows of `nvidia-smi --query-WHAT`; [] without it. Raises RuntimeError with its message."""
-    command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
+    query = f"--query-{what}={','.join(fields)}"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
     except FileNotFoundError:
         return []
     except subprocess.TimeoutExpired:
-        raise RuntimeError("nvidia-smi does not answer within 10 s") from None
+        raise RuntimeError(f"nvidia-smi does not answer within {SMI_SECONDS} s") from None
     if result.returncode:
-        raise RuntimeError(f"nvidia-smi: {(result.stdout + result.stderr).strip()}".split("\n")[0])
-    rows = [[field.strip() for field in line.split(",")] for line in result.stdout.splitlines()]
-    return [row for row in rows if len(row) == fields.count(",") + 1]
+        output = (result.stdout + result.stderr).strip()
+        raise RuntimeError(f"nvidia-smi: {output}".split("\n")[0])
+    rows = []
+    for line in result.stdout.splitlines():
+        values = [value.strip() for value in line.split(",")]
+        if len(values) == len(fields):
+            rows.append(dict(zip(fields, values)))
+    return rows
 
 
 # ---- the machine
@@ -198,13 +263,15 @@ def limits():
             remedy = f"{command} (in scripts/site.sh), or ask the administrators"
             yield Finding("WARN", "ulimit", f"{name} {value}, less than {least}", remedy)
         else:
-            yield Finding("OK", "ulimit", f"{name} {'unlimited' if value < 0 else value}")
+            text = "unlimited" if value < 0 else str(value)
+            yield Finding("OK", "ulimit", f"{name} {text}")
 
 
 def disks(run_directory: str):
     remedy = "make room, or set another --checkpoint-dir or TMPDIR"
-    for what, place in ("run directory", run_directory), ("temporary files", tempfile.gettempdir()):
-        place = existing(Path(place))
+    directories = {"run directory": run_directory, "temporary files": tempfile.gettempdir()}
+    for what, directory in directories.items():
+        place = existing(Path(directory))
         free = shutil.disk_usage(place).free
         text = f"{what} {place}: {free / GIB:.1f} GiB free"
         if not os.access(place, os.W_OK):
@@ -224,17 +291,23 @@ def existing(place: Path) -> Path:
 
 
 def count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def cores():
-    found, ranks = count_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    share, threads = os.cpu_count() // ranks, number(os.environ.get("OMP_NUM_THREADS", ""))
+    found = count_cores()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = os.cpu_count() // ranks
+    threads = number(os.environ.get("OMP_NUM_THREADS", ""))
     text = f"this process may use {found} of {os.cpu_count()} cores"
     if threads > 1 and threads * ranks > found:
         excess = f"{ranks} x OMP_NUM_THREADS={threads:.0f} threads on {found} cores"
         yield Finding("WARN", "cores", excess, "unset it: cluster_train.sh divides the cores")
-    if (found == 1 and share > 1) or (found == 2 and share > 7):  # one core, or its two threads
+    is_one_core = found == 1 and share > 1
+    is_two_threads = found == 2 and share > 7  # of one core
+    if is_one_core or is_two_threads:
         text += f", but there are {share} for each rank"
         remedy = "srun --cpus-per-task=N (Slurm 22.05 and 23.02 do not pass it on from sbatch)"
         yield Finding("WARN", "cores", text, remedy)
@@ -251,7 +324,7 @@ def host_name():
         return
     text = f"{HOST} is {', '.join(addresses)}"
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
-    if several and all(map(guard.LOOPBACK.match, addresses)):
+    if several and all(guard.LOOPBACK.match(address) for address in addresses):
         text += ": gloo listens there, where no other node can connect"
         remedy = "give it its own address in /etc/hosts; until then, set GLOO_SOCKET_IFNAME=eth0"
         yield Finding("WARN", "host name", text, remedy)
@@ -281,10 +354,13 @@ HARMFUL = {  # variable: (harmful values, their effect)
 
 def environment() -> list[Finding]:
     """Variables that slow the training down or break it."""
-    findings, debug = [], os.environ.get("LOG_LEVEL") == "DEBUG"  # then cluster_train.sh sets both
+    findings = []
+    is_debug = os.environ.get("LOG_LEVEL") == "DEBUG"
     for name, (values, effect) in HARMFUL.items():
+        if is_debug and name.endswith("DEBUG"):  # set by cluster_train.sh
+            continue
         value = os.environ.get(name, "")
-        if re.fullmatch(values, value) and not (debug and name.endswith("DEBUG")):
+        if re.fullmatch(values, value):
             findings.append(Finding("WARN", "environment", f"{name}={value} {effect}", "unset it"))
     interfaces = {name for _, name in socket.if_nameindex()}
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
@@ -300,56 +376,85 @@ def environment() -> list[Finding]:
 def launch_scripts() -> list[Finding]:
     kinds = (".sh", ".slurm", ".sbatch", ".pbs")
     scripts = sorted(path for path in REPOSITORY.iterdir() if path.suffix in kinds)
-    findings = [finding for path in scripts for finding in launch_script(path)]
+    findings = []
+    for path in scripts:
+        findings += launch_script(path)
     text = f"{len(scripts)} in {REPOSITORY}: no problems"
     return findings or [Finding("OK", "launch scripts", text)]
 
 
 def launch_script(path: Path):
     """Directives that Slurm or PBS ignore, or that contradict each other."""
-
-    def finding(number: int, text: str, remedy: str, level: str = "WARN") -> Finding:
-        return Finding(level, "launch scripts", text, remedy, f"{path.name}:{number}")
-
-    options, in_body, starts_workers = {}, False, False
-    starter = re.compile(r"\btorchrun\b|torch\.distributed\.(run|launch)|cluster_train\.sh")
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    lines = path.read_text(errors="replace").splitlines()
+    options = {}  # name: (value, number of the line)
+    in_body = False
+    for number, line in enumerate(lines, 1):
+        where = f"{path.name}:{number}"
         if re.match(r"#\s+(SBATCH|PBS)\s+-|##(SBATCH|PBS)\s", line):
             text = f"`{line.strip()}` is a comment, which the scheduler ignores"
-            yield finding(number, text, "write #SBATCH without a space, or delete it")
+            remedy = "write #SBATCH without a space, or delete it"
+            yield Finding("WARN", "launch scripts", text, remedy, where)
         elif re.match(r"#(SBATCH|PBS)\s", line):
             if in_body:
                 text = f"`{line.strip()}` comes after the first command, so it is ignored"
-                yield finding(number, text, "move it up")
+                yield Finding("WARN", "launch scripts", text, "move it up", where)
             for name, value in re.findall(r"--([a-z-]+)(?:[= ]([^ ]+))?", line):
                 options[name] = (value, number)
         elif line.strip() and not line.startswith("#"):
             in_body = True
-            if starter.search(line) and not re.match(r"\s*(#|echo|.*\bfail\b)", line):
-                starts_workers = True
+    if starts_workers(lines):
+        yield from too_many_tasks(path, options)
+    yield from too_few_gpus(path, options)
+    yield from missing_folders(path, options)
+
+
+def starts_workers(lines: list[str]) -> bool:
+    """Whether a command calls torchrun, which starts one process per GPU."""
+    starter = re.compile(r"\btorchrun\b|torch\.distributed\.(run|launch)|cluster_train\.sh")
+    for line in lines:
+        only_mentions_it = re.match(r"\s*(#|echo|.*\bfail\b)", line)
+        if starter.search(line) and not only_mentions_it:
+            return True
+    return False
+
+
+def too_many_tasks(path: Path, options: dict[str, tuple[str, int]]):
     tasks, number = options.get("ntasks-per-node", ("1", 0))
-    if starts_workers and tasks != "1":
+    if tasks != "1":
         text = f"--ntasks-per-node={tasks}, but torchrun starts the workers of a node itself"
-        yield finding(number, text, "set --ntasks-per-node=1")
-    if {"gpus-per-task", "gpus-per-node"} <= options.keys():
+        remedy = "set --ntasks-per-node=1"
+        yield Finding("WARN", "launch scripts", text, remedy, f"{path.name}:{number}")
+
+
+def too_few_gpus(path: Path, options: dict[str, tuple[str, int]]):
+    if "gpus-per-task" in options and "gpus-per-node" in options:
+        _, number = options["gpus-per-task"]
         text = "--gpus-per-task with --gpus-per-node: each task sees one GPU only, without NVLink"
-        yield finding(options["gpus-per-task"][1], text, "remove --gpus-per-task")
+        remedy = "remove --gpus-per-task"
+        yield Finding("WARN", "launch scripts", text, remedy, f"{path.name}:{number}")
+
+
+def missing_folders(path: Path, options: dict[str, tuple[str, int]]):
     for name in ("output", "error"):
         value, number = options.get(name, ("", 0))
         folder = os.path.dirname(value)
         if folder and "%" not in folder and not (path.parent / folder).is_dir():
             text = f"--{name} in {folder}/, which does not exist: Slurm ends the job silently"
-            yield finding(number, text, f"mkdir -p {path.parent / folder}", "FAIL")
+            remedy = f"mkdir -p {path.parent / folder}"
+            yield Finding("FAIL", "launch scripts", text, remedy, f"{path.name}:{number}")
 
 
 def data(dataset: str, data_dir: str):
-    folder = Path(data_dir, {"mnist": "MNIST/raw", "imagefolder": "train"}.get(dataset, ""))
-    text = f"--dataset {dataset} needs {folder}, which does not exist or is not readable"
-    if dataset not in ("mnist", "imagefolder"):
+    subfolders = {"mnist": "MNIST/raw", "imagefolder": "train"}
+    if dataset not in subfolders:
         yield Finding("OK", "data", f"{dataset} needs none")
-    elif folder.is_dir() and os.access(folder, os.R_OK):
+        return
+    folder = Path(data_dir, subfolders[dataset])
+    if folder.is_dir() and os.access(folder, os.R_OK):
         yield Finding("OK", "data", f"{dataset} is in {folder}")
-    elif dataset == "imagefolder":
+        return
+    text = f"--dataset {dataset} needs {folder}, which does not exist or is not readable"
+    if dataset == "imagefolder":
         remedy = "--data-dir DIR with DIR/train/CLASS/ and DIR/val/CLASS/"
         yield Finding("FAIL", "data", text, remedy)
     else:

@@ -123,7 +123,7 @@ main() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
-  "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+  [[ -n "$DRY_RUN" ]] || "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
     fail "${python[*]} is not Python 3.10 or newer: see scripts/site.sh"
   # Not if Slurm and the launcher have set everything: a container may have no scontrol.
   [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
@@ -146,9 +146,13 @@ main() {
   [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"
   NPROC_PER_NODE="${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
   [[ "$NPROC_PER_NODE" =~ ^([1-9][0-9]*)?$ ]] || fail "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number"
+  ((${#NPROC_PER_NODE} <= 4 && NPROC_PER_NODE <= 1024)) ||
+    fail "NPROC_PER_NODE is $NPROC_PER_NODE, more than 1024 workers on a node"
   local where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$master" --master-port "$port")
   local what=(--config "$config" ${BACKEND:+--distributed-backend "$BACKEND"} "$@") gpus=0
-  if [[ -z "$DRY_RUN" || -z "$NPROC_PER_NODE" ]]; then
+  if [[ -n "$DRY_RUN" ]]; then
+    NPROC_PER_NODE="${NPROC_PER_NODE:-gpu}" # torchrun's word for one worker per GPU
+  else
     gpus="$("${python[@]}" scripts/preflight.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
       "$TRAIN_SCRIPT" "${what[@]}")" || exit 2
     NPROC_PER_NODE="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
@@ -161,6 +165,17 @@ main() {
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
   fi
 
+  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" "${prefix[@]}" scripts/guard.py "$TRAIN_SCRIPT" "${what[@]}")
+  if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
+    command=("${command[@]:0:3}" --use-env "${command[@]:3}")
+  fi
+  if [[ "$TRAIN_SCRIPT" == *doctor.py ]]; then # it starts the ranks itself: torchrun would wait for missing nodes
+    command=("${python[@]}" "$TRAIN_SCRIPT" "${where[@]}" "${what[@]}")
+  fi
+
+  echo "\$$(printf ' %q' "${command[@]}")" # one write, because other nodes print too
+  [[ -z "$DRY_RUN" ]] || exit 0
+
   # CPU threads: this node's cores, divided among the workers. PBS sets the variable to NCPUS, for one process.
   local cores
   [[ -z "${PBS_JOBID:-}" || "${OMP_NUM_THREADS:-}" != "${NCPUS:-}" ]] || unset OMP_NUM_THREADS
@@ -172,16 +187,6 @@ main() {
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
   fi
-  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" "${prefix[@]}" scripts/guard.py "$TRAIN_SCRIPT" "${what[@]}")
-  if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
-    command=("${command[@]:0:3}" --use-env "${command[@]:3}")
-  fi
-  if [[ "$TRAIN_SCRIPT" == *doctor.py ]]; then # it starts the ranks itself: torchrun would wait for missing nodes
-    command=("${python[@]}" "$TRAIN_SCRIPT" "${where[@]}" "${what[@]}")
-  fi
-
-  echo "\$$(printf ' %q' "${command[@]}")" # one write, because other nodes print too
-  [[ -z "$DRY_RUN" ]] || exit 0
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"

@@ -36,6 +36,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 
@@ -57,7 +58,8 @@ def main() -> int:
     if args.nnodes:
         return start_ranks(args)
     if "RANK" in os.environ or guard.is_srun_step(os.environ):
-        Rank(args, guard.launch_environment(os.environ)).run()
+        world = guard.launch_environment(os.environ)
+        Rank(args, world).run()
     if others:
         preflight.refuse(f"{others[0]} is not an option outside of a launch: see --help")
     findings = checks.check_machine(args.checkpoint_dir)
@@ -79,27 +81,39 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("--nnodes", "--node-rank", "--nproc-per-node", "--master-port"):
         add(name, type=int, help=argparse.SUPPRESS)  # from cluster_train.sh, as for torchrun
     add("--master-addr", help=argparse.SUPPRESS)
-    file = Path(parser.parse_known_args(argv)[0].config or "")
-    if file.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-
-            config = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-            names = "checkpoint_dir", "data_dir", "dataset", "distributed_backend"
-            parser.set_defaults(**{name: config[name] for name in names if config.get(name)})
-        except Exception as error:
-            preflight.refuse(f"cannot read --config {file}: {' '.join(str(error).split())}")
+    args, _ = parser.parse_known_args(argv)
+    config = Path(args.config or "")
+    if config.suffix in (".yaml", ".yml"):
+        parser.set_defaults(**read_config(config))
     return parser.parse_known_args(argv)
+
+
+def read_config(file: Path) -> dict:
+    """Those options of the doctor that the training's configuration file sets."""
+    options = {}
+    try:
+        import yaml
+
+        config = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        for name in ("checkpoint_dir", "data_dir", "dataset", "distributed_backend"):
+            if config.get(name):
+                options[name] = config[name]
+    except Exception as error:
+        preflight.refuse(f"cannot read --config {file}: {' '.join(str(error).split())}")
+    return options
 
 
 def report(findings: list[Finding], as_json: bool) -> int:
     """Print all findings, the most severe last. Returns the exit code."""
     findings = sorted(findings, key=lambda finding: LEVELS.index(finding.level))
     levels = [finding.level for finding in findings]
-    counts = (f"{levels.count(level)} {level}" for level in reversed(LEVELS) if level in levels)
-    text = "\n".join([*map(str, findings), f"doctor.py: {', '.join(counts)}"])
     if as_json:
         text = json.dumps([asdict(finding) for finding in findings], indent=1)
+    else:
+        counts = [f"{levels.count(level)} {level}" for level in reversed(LEVELS) if level in levels]
+        lines = [str(finding) for finding in findings]
+        lines.append(f"doctor.py: {', '.join(counts)}")
+        text = "\n".join(lines)
     os.write(1, f"{text}\n".encode())  # one write, because other ranks print too
     return LEVELS.index(levels[-1])
 
@@ -109,13 +123,20 @@ def report(findings: list[Finding], as_json: bool) -> int:
 
 def start_ranks(args) -> int:
     """Run the ranks of this node. Without torchrun: it waits for missing nodes. Returns 0 or 2."""
-    local, ranks = args.nproc_per_node, []
-    for rank in range(local):
-        env = os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(local)}
-        env |= {"RANK": str(args.node_rank * local + rank), "WORLD_SIZE": str(args.nnodes * local)}
-        env |= {"MASTER_ADDR": args.master_addr, "MASTER_PORT": str(args.master_port)}
-        ranks.append(subprocess.Popen([sys.executable, *sys.argv, "--nnodes=0"], env=env))
-    return 2 * any([process.wait() for process in ranks])
+    command = [sys.executable, *sys.argv, "--nnodes=0"]
+    processes = []
+    for local_rank in range(args.nproc_per_node):
+        env = os.environ | {
+            "RANK": str(args.node_rank * args.nproc_per_node + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(args.nnodes * args.nproc_per_node),
+            "LOCAL_WORLD_SIZE": str(args.nproc_per_node),
+            "MASTER_ADDR": args.master_addr,
+            "MASTER_PORT": str(args.master_port),
+        }
+        processes.append(subprocess.Popen(command, env=env))
+    codes = [process.wait() for process in processes]
+    return 2 if any(codes) else 0
 
 
 class Rank:
@@ -126,12 +147,18 @@ class Rank:
     """
 
     def __init__(self, args, world: dict[str, int]):
-        self.args, self.rank, self.size = args, world["RANK"], world["WORLD_SIZE"]
-        self.world, self.local_rank = world, world["LOCAL_RANK"]
-        self.began, self.doing, self.is_done = time.monotonic(), "", False
+        self.args = args
+        self.world = world
+        self.rank = world["RANK"]
+        self.local_rank = world["LOCAL_RANK"]
+        self.size = world["WORLD_SIZE"]
+        self.began = time.monotonic()
+        self.doing = ""
+        self.is_done = False
         self.findings: list[Finding] = []
         self.master = f"{os.environ['MASTER_ADDR']}:{world['MASTER_PORT']}"
-        self.notes = REPOSITORY / "logs" / ("doctor_" + re.sub(r"\W", "_", self.master))
+        folder = "doctor_" + re.sub(r"\W", "_", self.master)
+        self.notes = REPOSITORY / "logs" / folder
 
     def run(self) -> None:
         """Run all checks and exit."""
@@ -139,16 +166,7 @@ class Rank:
         stdout = os.dup(1)
         os.dup2(2, 1)  # where the gloo of PyTorch 2.8 and 2.9 would print
         try:
-            self.log("importing PyTorch")
-            with suppress(ImportError):  # checks.software() reports it
-                import torch  # noqa: F401
-            self.log("checking its machine")
-            findings = checks.attempt(checks.cores)
-            if self.local_rank == 0:
-                findings = checks.check_machine(self.args.checkpoint_dir)
-            for finding in findings:
-                finding.where = HOST
-            self.findings += [f for f in findings if f.level != "OK" or self.rank == 0]
+            self.check_machine()
             self.info = self.describe()
             if self.meet():
                 self.check_job()
@@ -157,18 +175,45 @@ class Rank:
             self.add("FAIL", "doctor", text, "see its log")
         os.dup2(stdout, 1)
         if self.rank == 0:
-            self.findings += checks.check_repository(self.args.dataset, self.args.data_dir)
-            failed = report(merge(self.findings), self.args.json) == 2
+            failed = self.report_all()
+        else:
+            failed = not self.is_done
             if failed:
-                worst = next(f for f in self.findings if f.level == "FAIL")
-                guard.write_failure("configuration", f"{worst.check}: {worst.observed}", 0)
-        elif failed := not self.is_done:
-            # Print findings that did not reach rank 0. Launchers kill all ranks at the first
-            # failure, so let rank 0 print its report first.
-            os.write(2, "".join(f"{finding}\n" for finding in self.findings).encode())
-            time.sleep(max(0.0, self.began + 50 - time.monotonic()))
+                self.report_alone()
         shutil.rmtree(self.notes, ignore_errors=True)
-        os._exit(2 * failed)  # even if a thread still hangs
+        os._exit(2 if failed else 0)  # even if a thread still hangs
+
+    def check_machine(self) -> None:
+        """The first rank of each node runs all checks. Ranks other than 0 keep only problems."""
+        self.log("importing PyTorch")
+        with suppress(ImportError):  # checks.software() reports it
+            import torch  # noqa: F401
+        self.log("checking its machine")
+        findings = checks.attempt(checks.cores)
+        if self.local_rank == 0:
+            findings = checks.check_machine(self.args.checkpoint_dir)
+        for finding in findings:
+            finding.where = HOST
+            if finding.level != "OK" or self.rank == 0:
+                self.findings.append(finding)
+
+    def report_all(self) -> bool:
+        """Rank 0: report the findings of all ranks. Returns whether there is a failure."""
+        self.findings += checks.check_repository(self.args.dataset, self.args.data_dir)
+        if report(merge(self.findings), self.args.json) != 2:
+            return False
+        worst = next(finding for finding in self.findings if finding.level == "FAIL")
+        guard.write_failure("configuration", f"{worst.check}: {worst.observed}", 0)
+        return True
+
+    def report_alone(self) -> None:
+        """Print findings that did not reach rank 0.
+
+        Launchers kill all ranks at the first failure, so let rank 0 print its report first.
+        """
+        text = "".join(f"{finding}\n" for finding in self.findings)
+        os.write(2, text.encode())
+        time.sleep(max(0.0, self.began + 50 - time.monotonic()))
 
     def add(self, level: str, check: str, text: str, remedy: str = "", **fields) -> None:
         self.findings.append(Finding(level, check, text, remedy, **fields))
@@ -182,9 +227,11 @@ class Rank:
 
     def last_seen(self, rank: int) -> str:
         """The note of that rank; "" if there is none, or it is of an earlier launch."""
+        note = self.notes / str(rank)
         with suppress(OSError):
-            note = self.notes / str(rank)
-            return note.read_text() if note.stat().st_mtime > time.time() - 120 else ""
+            text = note.read_text()
+            if note.stat().st_mtime > time.time() - 120:
+                return text
         return ""
 
     def set(self, key: str, value) -> None:
@@ -197,8 +244,11 @@ class Rank:
 
     def gather(self, kind: str, ranks, seconds: float) -> dict:
         """{rank: its value of that kind}; all share one deadline."""
-        end = time.monotonic() + seconds
-        return {rank: self.get(f"{kind} {rank}", end - time.monotonic()) for rank in ranks}
+        deadline = time.monotonic() + seconds
+        values = {}
+        for rank in ranks:
+            values[rank] = self.get(f"{kind} {rank}", deadline - time.monotonic())
+        return values
 
     # ---- rank info
 
@@ -210,16 +260,22 @@ class Rank:
         gpus = torch.cuda.device_count()
         self.gpu = self.local_rank if self.local_rank < gpus else 0
         self.backend = self.args.distributed_backend or ("nccl" if gpus else "gloo")
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else "none"
-        python = platform.python_version()
-        info["same"] |= {"Python": python, "NCCL": nccl, "backend": self.backend}
+        nccl = "none"
+        if gpus:
+            numbers = torch.cuda.nccl.version()
+            nccl = ".".join(str(number) for number in numbers)
+        info["same"]["Python"] = platform.python_version()
+        info["same"]["NCCL"] = nccl
+        info["same"]["backend"] = self.backend
         info["alike"] = {
             "GPU": torch.cuda.get_device_name(self.gpu) if gpus else "none",
             "number of visible GPUs": gpus,
             "number of cores per rank": checks.count_cores(),
             "number of ranks per node": self.world["LOCAL_WORLD_SIZE"],
         }
-        info["findings"] = [asdict(finding) for finding in self.findings if self.rank]
+        info["findings"] = []
+        if self.rank != 0:
+            info["findings"] = [asdict(finding) for finding in self.findings]
         return info
 
     def meet(self) -> bool:
@@ -231,9 +287,7 @@ class Rank:
             opening = ThreadPoolExecutor().submit(guard.open_store, self.world, MEET_SECONDS)
             self.store = opening.result(MEET_SECONDS + 5)
         except Exception as error:
-            text = str(error).split("\n")[0] or "another program answers there"
-            known = {"timed out": "no answer", "EADDRINUSE": "the port is in use"}
-            why = next((known[words] for words in known if words in text), text)
+            why = store_problem(error)
             text = f"rank {self.rank} on {HOST} cannot open the store at {self.master}: {why}"
             remedy = "check MASTER_ADDR (an address of rank 0), the port, and any firewall"
             self.add("FAIL", "ranks", text, remedy)
@@ -245,7 +299,8 @@ class Rank:
     def check_job(self) -> None:
         """The checks that need several ranks. Collective: every rank with a store."""
         if self.rank == 0:
-            infos = [*self.gather("info", range(self.size), MEET_SECONDS).values()]
+            gathered = self.gather("info", range(self.size), MEET_SECONDS)
+            infos = list(gathered.values())
             self.compare_ranks(infos)
             self.set("infos", infos)
         infos = self.get("infos", 2 * MEET_SECONDS + 10)
@@ -273,85 +328,109 @@ class Rank:
 
     def compare_ranks(self, infos: list[dict | None]) -> None:
         """Report which ranks are missing and which differ."""
-        for rank in (rank for rank, info in enumerate(infos) if not info):
-            hosts, node = guard.hosts_of_job(os.environ), rank // self.world["LOCAL_WORLD_SIZE"]
-            host = hosts[node] if node < len(hosts) else f"node rank {node}"
-            missing = f"on {host} did not start within {MEET_SECONDS} s"
-            remedy = f"see its log, and check that its host reaches {self.master}"
-            self.add("FAIL", "ranks", f"rank {rank} {self.last_seen(rank) or missing}", remedy)
+        for rank, info in enumerate(infos):
+            if info is None:
+                self.add_missing(rank)
         if None not in infos:
             hosts = ", ".join(guard.ranks_by_host(infos))
             self.add("OK", "ranks", f"all {self.size} are here, on {hosts}")
-        self.findings += [Finding(**f) for info in infos if info for f in info["findings"]]
+        alike = []  # what should be equal, in the form that find_differences() compares
+        for info in infos:
+            if info is None:
+                alike.append(None)
+                continue
+            self.findings += [Finding(**fields) for fields in info["findings"]]
+            alike.append(info | {"same": info["alike"], "gpu": ""})
         different = list(guard.find_differences(infos))
         for text in different:
             remedy = "all nodes need the same software, and each rank a GPU of its own"
             self.add("FAIL", "same everywhere", text, remedy)
-        alike = [info and info | {"same": info["alike"], "gpu": ""} for info in infos]
         for text in guard.find_differences(alike):
             remedy = "all ranks wait for the slowest: ask for the same on each node"
             self.add("WARN", "same everywhere", text, remedy)
         if not different:
-            text = ", ".join(f"{what} {value}" for what, value in infos[0]["same"].items())
+            same = infos[0]["same"]
+            text = ", ".join(f"{what} {value}" for what, value in same.items())
             self.add("OK", "same everywhere", text)
+
+    def add_missing(self, rank: int) -> None:
+        hosts = guard.hosts_of_job(os.environ)
+        node_rank = rank // self.world["LOCAL_WORLD_SIZE"]
+        host = hosts[node_rank] if node_rank < len(hosts) else f"node rank {node_rank}"
+        note = self.last_seen(rank)
+        if note:
+            text = f"rank {rank} {note}"
+        else:
+            text = f"rank {rank} on {host} did not start within {MEET_SECONDS} s"
+        remedy = f"see its log, and check that its host reaches {self.master}"
+        self.add("FAIL", "ranks", text, remedy)
 
     # ---- between nodes
 
     def compare_nodes(self) -> None:
         """Clocks and run directories: rank 0 sends its time and the name of a file it created."""
         self.log("comparing clocks and run directories")
-        directory, before = Path(self.args.checkpoint_dir).absolute(), time.time()
+        directory = Path(self.args.checkpoint_dir).absolute()
+        before = time.time()
         self.set(f"ready {self.rank}", True)
         if self.rank == 0:
-            self.gather("ready", self.leaders, 10)
-            file = existing(directory) / f".doctor_{time.time_ns()}"  # NFS caches names
-            with suppress(OSError):  # checks.disks() reports it
-                file.touch()
-            self.set("sent", [time.time(), str(file)])
-            for found in self.gather("found", self.leaders.keys() - {0}, 15).values():
-                self.findings += [Finding(**finding) for finding in found or []]
-            with suppress(OSError):
-                file.unlink()
+            self.send_clock_and_file(directory)
             return
-        sent, file = self.get("sent", 15) or (before, "")
-        after, deadline = time.time(), time.monotonic() + 10
-        while not (seen := os.path.exists(file)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        clock = Finding("OK", "clocks", "less than 2 s from that of rank 0", "", HOST)
+        sent, file = self.get("sent", 15) or [before, ""]
+        after = time.time()
         # Rank 0 sent it between before and after: the offset is from before - sent to after - sent.
-        if before - sent > 2 or after - sent < -2:
-            text = f"its clock is {after - sent:+.0f} s from that of rank 0"
-            remedy = "deadlines and file times will be wrong: start chrony or ntpd there"
-            clock = Finding("WARN", "clocks", text, remedy, HOST)
-        run = Finding("OK", "run directory", f"{directory} is shared with rank 0", "", HOST)
-        if not seen:
-            text = f"{directory} is not the directory that rank 0 has"
-            remedy = "put --checkpoint-dir on a file system that all nodes share"
-            run = Finding("FAIL", "run directory", text, remedy, HOST)
+        clock = clock_finding(before - sent, after - sent)
+        run = directory_finding(directory, file)
         self.set(f"found {self.rank}", [asdict(clock), asdict(run)])
+
+    def send_clock_and_file(self, directory: Path) -> None:
+        """Rank 0: let the first rank of each other node compare, and collect what they find."""
+        self.gather("ready", self.leaders, 10)
+        file = existing(directory) / f".doctor_{time.time_ns()}"  # NFS caches names
+        with suppress(OSError):  # checks.disks() reports it
+            file.touch()
+        self.set("sent", [time.time(), str(file)])
+        others = self.leaders.keys() - {0}
+        for found in self.gather("found", others, 15).values():
+            if found is not None:
+                self.findings += [Finding(**fields) for fields in found]
+        with suppress(OSError):
+            file.unlink()
 
     def measure_network(self, infos: list[dict]) -> None:
         """Each node sends to the next one; with up to five nodes, to each of the others."""
-        ring, results = list(self.leaders), {}
-        towards = os.environ["MASTER_ADDR"] if self.rank else infos[ring[-1]]["address"]
-        family = socket.AF_INET6 if ":" in self.info["address"] else socket.AF_INET
-        server = socket.create_server(("", 0), family=family)
-        Thread(target=answer, args=[server], daemon=True).start()
-        address = guard.address_towards(towards), server.getsockname()[1]
-        self.set(f"address {self.rank}", address)
+        ring = list(self.leaders)
+        self.set(f"address {self.rank}", self.start_server(infos))
         addresses = self.gather("address", ring, 15)
-        for distance in range(1, len(ring) if len(ring) <= 5 else 2):
-            receivers = dict(zip(ring, ring[distance:] + ring[:distance]))
-            self.log(f"sending to {self.leaders[receivers[self.rank]]}")
+        distances = range(1, len(ring)) if len(ring) <= 5 else [1]
+        results = {}
+        for distance in distances:
+            shifted = ring[distance:] + ring[:distance]
+            receivers = dict(zip(ring, shifted))
+            receiver = receivers[self.rank]
+            self.log(f"sending to {self.leaders[receiver]}")
             try:
-                result = send(addresses[receivers[self.rank]])
-            except (OSError, TypeError) as error:
+                result = send(addresses[receiver])
+            except (OSError, TypeError) as error:  # TypeError: it has not sent its address
                 result = {"error": str(error)}
             self.set(f"sent {distance} {self.rank}", result)
-            for sender, result in self.gather(f"sent {distance}", ring, 3 * SEND_SECONDS).items():
+            sent = self.gather(f"sent {distance}", ring, 3 * SEND_SECONDS)
+            for sender, result in sent.items():
                 results[sender, receivers[sender]] = result or {"error": "no answer"}
         if self.rank == 0 and results:
             self.findings += network_findings(results, self.leaders)
+
+    def start_server(self, infos: list[dict]) -> tuple[str, int]:
+        """Answer the send() of the other nodes, at the returned address and port."""
+        other = os.environ["MASTER_ADDR"]
+        if self.rank == 0:
+            last = list(self.leaders)[-1]
+            other = infos[last]["address"]
+        family = socket.AF_INET6 if ":" in self.info["address"] else socket.AF_INET
+        server = socket.create_server(("", 0), family=family)
+        Thread(target=answer, args=[server], daemon=True).start()
+        port = server.getsockname()[1]
+        return guard.address_towards(other), port
 
     # ---- all ranks
 
@@ -359,15 +438,15 @@ class Rank:
         self.log("in the all_reduce")
         seconds = REDUCE_SECONDS + self.size / 32
         try:
-            outcome = ThreadPoolExecutor().submit(self.time_all_reduces).result(seconds)
+            timing = ThreadPoolExecutor().submit(self.time_all_reduces)
+            outcome = timing.result(seconds)
         except Exception as error:
             text = str(error).strip().split("\n")[-1][:200]
             outcome = {"error": text or f"no result after {seconds:.0f} s"}
-        log = nccl_log()
-        text = log.read_text(errors="replace") if log.exists() else ""
-        log.unlink(missing_ok=True)
-        outcome["links"] = nccl_links(text)
-        if "error" in outcome and (warnings := re.findall(r"NCCL WARN (.*)", text)):
+        log = read_nccl_log()
+        outcome["links"] = nccl_links(log)
+        warnings = re.findall(r"NCCL WARN (.*)", log)
+        if "error" in outcome and warnings:
             outcome["error"] += f" ({warnings[-1].strip()[:200]})"
         self.set(f"reduced {self.rank}", outcome)
         if self.rank == 0:
@@ -376,16 +455,40 @@ class Rank:
 
     def time_all_reduces(self) -> dict:
         """{"seconds": {"all BYTES" or "node BYTES": seconds}, "local": ranks per node, "ranks"}"""
-        from datetime import timedelta
-
         import torch
         import torch.distributed as dist
 
-        cuda = self.backend == "nccl"
-        device = torch.device("cuda", self.gpu) if cuda else torch.device("cpu")
-        if cuda:
+        if self.backend == "nccl":
+            device = torch.device("cuda", self.gpu)
+            sizes = [8 << 10, 64 << 20]
+        else:
+            device = torch.device("cpu")
+            sizes = [8 << 10, 4 << 20]
+        self.init_process_group(device)
+        total = torch.tensor(float(self.rank + 1), device=device)
+        dist.all_reduce(total)
+        if total.item() != self.size * (self.size + 1) / 2:
+            raise RuntimeError(f"the sum is wrong: {total.item()}")
+        groups = {"all": dist.group.WORLD}
+        nodes = list(self.hosts.values())
+        if len(nodes) > 1 and len(nodes[0]) > 1:
+            own_group, _ = dist.new_subgroups_by_enumeration(nodes)
+            groups["node"] = own_group
+        seconds = {}
+        for name, group in groups.items():
+            for size in sizes:
+                seconds[f"{name} {size}"] = time_all_reduce(group, size, device)
+        return {"seconds": seconds, "local": len(nodes[0]), "ranks": self.size}
+
+    def init_process_group(self, device) -> None:
+        import torch
+        import torch.distributed as dist
+
+        is_cuda = device.type == "cuda"
+        if is_cuda:
             torch.cuda.set_device(device)
-            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(nccl_log())}
+            os.environ["NCCL_DEBUG"] = "INFO"
+            os.environ["NCCL_DEBUG_FILE"] = str(nccl_log())
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # it would kill this process
         dist.init_process_group(
             self.backend,
@@ -393,48 +496,79 @@ class Rank:
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=REDUCE_SECONDS),
-            device_id=device if cuda else None,
+            device_id=device if is_cuda else None,
         )
-        total = torch.tensor(float(self.rank + 1), device=device)
-        dist.all_reduce(total)
-        if total.item() != self.size * (self.size + 1) / 2:
-            raise RuntimeError(f"the sum is wrong: {total.item()}")
-        nodes, groups = [*self.hosts.values()], {"all": dist.group.WORLD}
-        if len(nodes) > 1 and len(nodes[0]) > 1:
-            groups["node"], _ = dist.new_subgroups_by_enumeration(nodes)
-        sizes = 8 << 10, (64 << 20) if cuda else (4 << 20)
-        seconds = {
-            f"{name} {size}": time_all_reduce(group, size, device)
-            for name, group in groups.items()
-            for size in sizes
-        }
-        return {"seconds": seconds, "local": len(nodes[0]), "ranks": self.size}
 
 
 def merge(findings: list[Finding]) -> list[Finding]:
     """Combine equal findings of several hosts into one line."""
     merged: dict = {}
     for finding in findings:
-        first = merged.setdefault((finding.level, finding.check, finding.observed), finding)
+        key = (finding.level, finding.check, finding.observed)
+        first = merged.setdefault(key, finding)
         if finding.where not in first.where.split(", "):
             first.where += f", {finding.where}"
     return list(merged.values())
+
+
+# ------------------------------------------------------------------- store, clocks, directories
+
+
+def store_problem(error: Exception) -> str:
+    """Why guard.open_store() has failed."""
+    text = str(error).split("\n")[0]
+    if not text:  # open_store() did not return in time
+        return "another program answers there"
+    if "timed out" in text:
+        return "no answer"
+    if "EADDRINUSE" in text:
+        return "the port is in use"
+    return text
+
+
+def clock_finding(least: float, most: float) -> Finding:
+    """least, most: limits of the offset from the clock of rank 0, in seconds."""
+    if least > 2 or most < -2:
+        text = f"its clock is {most:+.0f} s from that of rank 0"
+        remedy = "deadlines and file times will be wrong: start chrony or ntpd there"
+        return Finding("WARN", "clocks", text, remedy, HOST)
+    return Finding("OK", "clocks", "less than 2 s from that of rank 0", "", HOST)
+
+
+def directory_finding(directory: Path, file: str) -> Finding:
+    """file: what rank 0 has created in its run directory."""
+    if appears(file, 10):
+        return Finding("OK", "run directory", f"{directory} is shared with rank 0", "", HOST)
+    text = f"{directory} is not the directory that rank 0 has"
+    remedy = "put --checkpoint-dir on a file system that all nodes share"
+    return Finding("FAIL", "run directory", text, remedy, HOST)
+
+
+def appears(file: str, seconds: float) -> bool:
+    """Whether the file exists before the time is over."""
+    deadline = time.monotonic() + seconds
+    while not os.path.exists(file):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 # ---------------------------------------------------------------------------------- network
 
 
 def answer(server: socket.socket) -> None:
-    """Serve the send() of all nodes: answer each line."""
-
-    def serve(link: socket.socket) -> None:
-        with link, suppress(OSError):
-            while data := link.recv(1 << 20):
-                if data.endswith(b"\n"):
-                    link.sendall(b"\n")
-
+    """Serve the send() of all nodes."""
     while True:
-        Thread(target=serve, args=[server.accept()[0]], daemon=True).start()
+        link, _ = server.accept()
+        Thread(target=answer_lines, args=[link], daemon=True).start()
+
+
+def answer_lines(link: socket.socket) -> None:
+    with link, suppress(OSError):
+        while data := link.recv(1 << 20):
+            if data.endswith(b"\n"):
+                link.sendall(b"\n")
 
 
 def send(address: list) -> dict:
@@ -442,67 +576,113 @@ def send(address: list) -> dict:
 
     If the round trip is slow, only "milliseconds" is measured: the rest would add nothing.
     """
-
-    def ping() -> float:
-        began = time.perf_counter()
-        link.sendall(b"\n")
-        if not link.recv(1):
-            raise OSError("the connection was closed")
-        return time.perf_counter() - began
-
     with socket.create_connection(tuple(address), timeout=SEND_SECONDS) as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        result = {"milliseconds": 1000 * min(ping() for _ in range(5))}
-        if result["milliseconds"] > 10:
-            return result
-        chunk, sent, began, (again, packets) = bytes(1 << 18), 0, time.perf_counter(), counts(link)
+        milliseconds = 1000 * min(ping(link) for _ in range(5))
+        if milliseconds > 10:
+            return {"milliseconds": milliseconds}
+        chunk = bytes(1 << 18)
+        sent = 0
+        began = time.perf_counter()
+        lost_before, packets_before = count_packets(link)
         while time.perf_counter() < began + 0.5:
             sent += link.send(chunk)
-        ping()
-        result["gbit"] = 8e-9 * sent / (time.perf_counter() - began)
-        result["lost"] = (counts(link)[0] - again) / (counts(link)[1] - packets)
-        return result
+        ping(link)  # its answer comes when all has arrived
+        seconds = time.perf_counter() - began
+        lost, packets = count_packets(link)
+        return {
+            "milliseconds": milliseconds,
+            "gbit": 8e-9 * sent / seconds,
+            "lost": (lost - lost_before) / (packets - packets_before),
+        }
 
 
-def counts(link: socket.socket) -> tuple[int, int]:
+def ping(link: socket.socket) -> float:
+    """Seconds of a round trip."""
+    began = time.perf_counter()
+    link.sendall(b"\n")
+    if not link.recv(1):
+        raise OSError("the connection was closed")
+    return time.perf_counter() - began
+
+
+def count_packets(link: socket.socket) -> tuple[int, int]:
     """(packets retransmitted, packets sent) from struct tcp_info (<linux/tcp.h>) of the kernel."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 140)
-    return struct.unpack_from("I", info, 100)[0], struct.unpack_from("I", info, 136)[0]
+    (retransmitted,) = struct.unpack_from("I", info, 100)
+    (sent,) = struct.unpack_from("I", info, 136)
+    return retransmitted, sent
 
 
 def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
-    """results: {(sender, receiver): what send() returned, or {"error"}}"""
-    findings, lost = [], {}
-    times = {pair: r["milliseconds"] for pair, r in results.items() if "error" not in r}
-    gbits = {pair: r["gbit"] for pair, r in results.items() if "gbit" in r}
+    """results: {(sender, receiver): what send() returned, or {"error"}}; names: hosts of ranks"""
+    problems = list(blocked_links(results, names))
+    problems += long_round_trips(results, names)
+    problems += lost_packets(results, names)
+    return problems or [network_speed(results, names)]
+
+
+def blocked_links(results: dict, names: dict[int, str]):
     for (sender, receiver), result in results.items():
         if "error" in result:
             text = f"{names[sender]} cannot send to {names[receiver]}: {result['error']}"
             remedy = "gloo and NCCL use any free port: allow all ports between the nodes"
-            findings.append(Finding("FAIL", "network", text, remedy))
-        if result.get("lost", 0) > 0.01:
-            lost.setdefault(sender, {})[receiver] = result["lost"]
-    if far := {pair for pair, milliseconds in times.items() if milliseconds > 10}:
-        slowest = max(far, key=times.get)
-        where = " and ".join(names[rank] for rank in slowest)
-        text = f"{times[slowest]:.0f} ms round trip"
-        near = {rank for pair in times.keys() - far for rank in pair}
-        if len(culprit := set.intersection(*map(set, far)) - near) == 1:
-            where, text = names[culprit.pop()], f"{text} to each of the others"
-        remedy = "check its route (`ip route get ADDRESS`), or exclude the node"
-        findings.append(Finding("WARN", "network", text, remedy, where))
+            yield Finding("FAIL", "network", text, remedy)
+
+
+def long_round_trips(results: dict, names: dict[int, str]):
+    """Name the node that is far from all others, if there is one; else the two that are slowest."""
+    times = round_trips(results)
+    far = {pair for pair in times if times[pair] > 10}
+    if not far:
+        return
+    slowest = max(far, key=times.get)
+    text = f"{times[slowest]:.0f} ms round trip"
+    where = " and ".join(names[rank] for rank in slowest)
+    near = {rank for pair in times if pair not in far for rank in pair}
+    culprits = set(slowest).intersection(*far) - near
+    if len(culprits) == 1:
+        text += " to each of the others"
+        where = names[culprits.pop()]
+    remedy = "check its route (`ip route get ADDRESS`), or exclude the node"
+    yield Finding("WARN", "network", text, remedy, where)
+
+
+def lost_packets(results: dict, names: dict[int, str]):
+    lost: dict[int, dict[int, float]] = {}  # {sender: {receiver: share}}
+    for (sender, receiver), result in results.items():
+        share = result.get("lost", 0)
+        if share > 0.01:
+            lost.setdefault(sender, {})[receiver] = share
     for sender, shares in lost.items():
-        to = ", ".join(names[receiver] for receiver in shares)
-        text = f"{max(shares.values()):.1%} of the packets that it sends to {to} are lost"
+        receivers = ", ".join(names[receiver] for receiver in shares)
+        most = max(shares.values())
+        text = f"{most:.1%} of the packets that it sends to {receivers} are lost"
         remedy = "exclude the node; a cable, port or switch may be bad: tell the administrators"
-        findings.append(Finding("WARN", "network", text, remedy, names[sender]))
-    if findings:
-        return findings
-    (sender, receiver), best = min(gbits, key=gbits.get), max(gbits.values())
-    text = f"TCP {gbits[sender, receiver]:.1f} to {best:.1f} Gbit/s, the slowest from "
+        yield Finding("WARN", "network", text, remedy, names[sender])
+
+
+def network_speed(results: dict, names: dict[int, str]) -> Finding:
+    times = round_trips(results).values()
+    gbits = {}
+    for pair, result in results.items():
+        if "gbit" in result:
+            gbits[pair] = result["gbit"]
+    slowest = min(gbits, key=gbits.get)
+    sender, receiver = slowest
+    text = f"TCP {gbits[slowest]:.1f} to {max(gbits.values()):.1f} Gbit/s, the slowest from "
     text += f"{names[sender]} to {names[receiver]}; "
-    text += f"{min(times.values()):.2f} to {max(times.values()):.2f} ms round trip"
-    return [Finding("OK", "network", text)]
+    text += f"{min(times):.2f} to {max(times):.2f} ms round trip"
+    return Finding("OK", "network", text)
+
+
+def round_trips(results: dict) -> dict:
+    """{(sender, receiver): milliseconds}"""
+    times = {}
+    for pair, result in results.items():
+        if "error" not in result:
+            times[pair] = result["milliseconds"]
+    return times
 
 
 # -------------------------------------------------------------------------------- all_reduce
@@ -513,10 +693,13 @@ def time_all_reduce(group, size: int, device) -> float:
     import torch
     import torch.distributed as dist
 
-    data, times, slowest = torch.ones(size // 4, device=device), [], torch.zeros(1, device=device)
+    data = torch.ones(size // 4, device=device)
+    times = []
+    slowest = torch.zeros(1, device=device)
     dist.all_reduce(data, group=group)  # the first one sets up NCCL's connections
     while len(times) < 7 and slowest.item() < 0.5:
-        data.fill_(1)[0].item()  # item() waits for the GPU
+        data.fill_(1)
+        data[0].item()  # waits for the GPU
         began = time.perf_counter()
         dist.all_reduce(data, group=group)
         data[0].item()
@@ -531,37 +714,65 @@ def nccl_log() -> Path:
     return Path(tempfile.gettempdir(), f"doctor_nccl_{os.getpid()}")
 
 
+def read_nccl_log() -> str:
+    """The log of this process, which is then deleted; "" if there is none."""
+    file = nccl_log()
+    text = file.read_text(errors="replace") if file.exists() else ""
+    file.unlink(missing_ok=True)
+    return text
+
+
 def nccl_links(log: str) -> list[str]:
-    """The transports of NCCL's channels, from its INFO log: ["NET/IB/GDRDMA", "P2P/CUMEM"]."""
-    found = re.findall(r"via ((?:P2P|SHM|NET|C2C|NVLS)(?:/\w+)?)(?:/\d+)?(/GDRDMA)?", log)
-    return sorted({link + direct for link, direct in found})
+    """The transports of NCCL's channels, from its INFO log: ["NET/IB/GDRDMA", "P2P/CUMEM"].
+
+    A network has the number of the device, and with PXN that of the GPU which sends: /0(1).
+    """
+    kinds = r"(?:P2P|SHM|NET|COLLNET)/[\w ]+"
+    found = re.findall(rf"via ({kinds})(?:/\d+(?:\(\d+\))?)?(/GDRDMA)?", log)
+    links = {link + direct for link, direct in found}
+    if "NVLS comm " in log:
+        links.add("NVLS")
+    return sorted(links)
 
 
 def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
     """outcomes: by rank, the result of time_all_reduces() or {"error"}, and its "links"."""
     errors: dict[str, list[int]] = {}
     for rank, outcome in outcomes.items():
-        if error := (outcome or {"error": "no answer"}).get("error"):
-            errors.setdefault(error, []).append(rank)
+        outcome = outcome or {"error": "no answer"}
+        if "error" in outcome:
+            errors.setdefault(outcome["error"], []).append(rank)
     if errors:
         texts = [
-            f"rank{'s' * (len(ranks) > 1)} {guard.format_ranges(ranks)}: {error}"
+            f"rank{'s' if len(ranks) > 1 else ''} {guard.format_ranges(ranks)}: {error}"
             for error, ranks in errors.items()
         ]
         remedy = "search docs/TROUBLESHOOTING.md for this; see also the findings on the network"
         return Finding("FAIL", "all_reduce", "; ".join(texts), remedy)
-    outcome, texts = outcomes[0], []
-    outcome["links"] = sorted({link for other in outcomes.values() for link in other["links"]})
-    for name, n in ("all", outcome["ranks"]), ("node", outcome["local"]):
-        times = [(int(k.split()[1]), s) for k, s in outcome["seconds"].items() if name in k]
-        if times:
-            (small, latency), (large, seconds) = times
-            bus = large / seconds * 2 * (n - 1) / n / 1e9  # as nccl-tests define it
-            text = f"{n} ranks" + " of a node" * (name == "node")
-            text += f": {small >> 10} KiB in {1e6 * latency:.0f} us"
-            texts.append(f"{text}, {large >> 20} MiB at {bus:.2f} GB/s (bus)")
-    text = "; ".join(texts) + f"; over {', '.join(outcome['links'])}" * bool(outcome["links"])
-    return Finding("OK", "all_reduce", text, data=outcome)  # for scripts/plan.py
+    measured = outcomes[0]
+    links = {link for outcome in outcomes.values() for link in outcome["links"]}
+    measured["links"] = sorted(links)
+    text = speed_text(measured["seconds"], "all", measured["ranks"])
+    if any(key.startswith("node ") for key in measured["seconds"]):
+        text += "; " + speed_text(measured["seconds"], "node", measured["local"])
+    if links:
+        text += f"; over {', '.join(measured['links'])}"
+    return Finding("OK", "all_reduce", text, data=measured)  # for scripts/plan.py
+
+
+def speed_text(seconds: dict[str, float], group: str, ranks: int) -> str:
+    """One sentence on the speed of a group. seconds: of time_all_reduces()"""
+    times = []
+    for key, value in seconds.items():
+        name, size = key.split()
+        if name == group:
+            times.append((int(size), value))
+    small, latency = times[0]
+    large, duration = times[1]
+    bus = large / duration * 2 * (ranks - 1) / ranks / 1e9  # as nccl-tests define it
+    text = f"{ranks} ranks of a node" if group == "node" else f"{ranks} ranks"
+    text += f": {small >> 10} KiB in {1e6 * latency:.0f} us"
+    return f"{text}, {large >> 20} MiB at {bus:.2f} GB/s (bus)"
 
 
 if __name__ == "__main__":

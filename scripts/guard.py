@@ -11,13 +11,15 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - checks before the script starts that all ranks are present, belong to the same job, run the same
   script and PyTorch version, and have a GPU each;
 - binds each rank to its share of the cores, or to those of the NUMA node of its GPU;
-- detects hangs: if a rank waits in a collective for HANG_TIMEOUT seconds without an optimizer
-  step, all ranks print their stacks and exit, and the error names the ranks at fault;
+- detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without an optimizer step,
+  all ranks print their stacks and exit, and the error names the ranks at fault;
 - records why the first rank failed, for scripts/supervise.py and torchrun.
 
 Environment:
     RANK_TIMEOUT  seconds to wait for all ranks to start                     [300]
-    HANG_TIMEOUT  seconds without progress; NCCL's own limit is 600          [540]
+    HANG_TIMEOUT  seconds without progress; 0: hangs are not detected. By default,
+                  9/10 of the timeout of the default process group: 540 s with NCCL,
+                  1,620 s with gloo, or of init_process_group(timeout=...)  []
     NUMA_BINDING  0: do not bind a rank to the cores near its GPU            [1]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
@@ -32,6 +34,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import runpy
@@ -43,14 +46,32 @@ import sys
 import threading
 import time
 import types
+import zipfile
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 HOST = socket.gethostname()
+ENDED = "has ended"
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 PCI = Path("/sys/bus/pci/devices")
 POLL = 5  # seconds between checks for a hang that another rank has found
+NCCL_TIMEOUT = 600  # seconds that PyTorch gives a collective of NCCL; gloo: 1,800
+LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
+    "connection (was likely )?(closed|reset)|read error|broken pipe|remote process exited|"
+    "was aborted",
+    re.I,
+)
+MAX_RANKS = 1_000_000
+NVIDIA_SMI = "nvidia-smi -L"
+SMI_SECONDS = 30  # it may take long while a GPU is reset
+NAMES = 20  # names of collectives in a note, before and after the first incomplete one
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
+RECORDERS = ["nccl", "nccl2", "nccl-lazy", "xccl", "gloo"]  # PyTorch's, from 2.15 on
+SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
+WAITING_CODE = re.compile(  # of PyTorch: where the main thread waits for other ranks
+    r"/torch/(distributed/(distributed_c10d|rendezvous|device_mesh|utils)|nn/parallel/\w+)\.py$"
+)
 
 
 def main() -> None:
@@ -58,29 +79,45 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
         sys.exit(0 if arguments else 2)
-    if arguments[0] in ("--free-port", "--hosts"):
-        if arguments[0] == "--hosts":
-            text = "\n".join(hosts_of_job(os.environ))
+    if arguments[0] == "--hosts":
+        print_answer("\n".join(hosts_of_job(os.environ)))
+    elif arguments[0] == "--free-port":
+        if arguments[1:]:
+            first = whole_number("--free-port", arguments[1], 1, 65535)
         else:
-            text = free_port(int(arguments[1]) if arguments[1:] else port_of_job(os.environ))
-        with suppress(BrokenPipeError):  # the launcher has stopped
-            os.write(1, f"{text}\n".encode())
-        return
+            first = port_of_job(os.environ)
+        print_answer(str(free_port(first)))
+    else:
+        run_as_rank(arguments)
+
+
+def print_answer(text: str) -> None:
+    with suppress(BrokenPipeError):  # the launcher has stopped
+        os.write(1, f"{text}\n".encode())
+
+
+def run_as_rank(arguments: list[str]) -> None:
+    """Check all ranks, run the script, and report its error."""
     world = launch_environment(os.environ)
     configure_process(world)
+    own_pid = os.getpid()
     watch = None
     if os.environ.get("GUARD") != "0" and world["WORLD_SIZE"] > 1:
-        watch = HangWatch(world["RANK"], *check_ranks(world, arguments))
+        store, infos = check_ranks(world, arguments)
+        watch = HangWatch(world["RANK"], store, infos)
     error = None
     try:
         run(arguments)
     except BaseException as raised:
-        if not isinstance(raised, SystemExit) or raised.code not in (0, None):
+        has_succeeded = isinstance(raised, SystemExit) and raised.code in (0, None)
+        if not has_succeeded:
             error = raised
-    if watch:
+    is_fork = os.getpid() != own_pid  # a child of the script's own os.fork() reports nothing
+    if watch and not is_fork:
         watch.end(error)
     if error:
-        report_error(error, world["RANK"], watch)
+        if not is_fork:
+            report_error(error, world["RANK"], watch)
         if not isinstance(error, Exception):  # SystemExit or KeyboardInterrupt
             raise error
         traceback = without_own_frames(error.__traceback__)
@@ -96,23 +133,56 @@ def launch_environment(env) -> dict[str, int]:
 
     Values come from torchrun, else from the srun step, else from the defaults for one process.
     """
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
+    if len(given) < 2:
         if is_srun_step(env):
-            names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
-            names = *names, "SLURM_STEP_TASKS_PER_NODE"  # 4(x2) or 4,3
-            values = {name: re.match(r"\d+", env[slurm])[0] for name, slurm in zip(values, names)}
-        env.update({name: str(value) for name, value in values.items()})
+            env.update(ranks_of_step(env))
+        elif given:
+            fail(f"only {given[0]} is set of RANK and WORLD_SIZE: unset it, or set both")
+        else:
+            env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    size = whole_number("WORLD_SIZE", env["WORLD_SIZE"], 1, MAX_RANKS)
+    rank = whole_number("RANK", env["RANK"], 0, size - 1)
+    local_rank = whole_number("LOCAL_RANK", env.get("LOCAL_RANK") or "0", 0, size - 1)
+    local_size = env.get("LOCAL_WORLD_SIZE") or str(local_rank + 1)
+    local_size = whole_number("LOCAL_WORLD_SIZE", local_size, local_rank + 1, MAX_RANKS)
     if not env.get("MASTER_ADDR"):
         env["MASTER_ADDR"] = hosts_of_job(env)[0] if is_srun_step(env) else "localhost"
     if not env.get("MASTER_PORT"):
-        alone = env["WORLD_SIZE"] == "1"
-        env["MASTER_PORT"] = str(free_port(port_of_job(env)) if alone else port_of_job(env))
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"
-    try:
-        return {name: int(env.get(name, 1)) for name in names}
-    except ValueError as error:
-        fail(f"{', '.join(names)} should be numbers ({error}): the launcher sets them")
+        port = port_of_job(env)
+        if size == 1:  # several ranks must all derive the same port
+            port = free_port(port)
+        env["MASTER_PORT"] = str(port)
+    world = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_PORT": whole_number("MASTER_PORT", env["MASTER_PORT"], 1, 65535),
+    }
+    for name, value in world.items():
+        env[name] = str(value)
+    return world
+
+
+def whole_number(name: str, text: str, low: int, high: int) -> int:
+    """The value of an environment variable."""
+    with suppress(ValueError):
+        value = int(text)
+        if low <= value <= high:
+            return value
+    fail(f"{name} is {text!r}, not a number from {low} to {high}: correct or unset it")
+
+
+def ranks_of_step(env) -> dict[str, str]:
+    """torchrun's variables for this task of an srun step."""
+    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "")  # 4(x2) or 4,3
+    return {
+        "RANK": env.get("SLURM_PROCID", ""),
+        "LOCAL_RANK": env.get("SLURM_LOCALID", ""),
+        "WORLD_SIZE": env.get("SLURM_STEP_NUM_TASKS", ""),
+        "LOCAL_WORLD_SIZE": re.match(r"\d*", tasks_per_node)[0],
+    }
 
 
 def is_srun_step(env) -> bool:
@@ -121,20 +191,24 @@ def is_srun_step(env) -> bool:
     SLURM_PROCID is not enough: a batch script and `srun --pty bash` have it too. They have no step
     id, a reserved one (4294967291, which Slurm 26.05 prints as -5), or a terminal.
     """
-    step = int(env.get("SLURM_STEP_ID", -1))
-    return 0 <= step < 2**32 - 16 and not ("SLURM_PTY_PORT" in env and os.isatty(0))
+    step = whole_number("SLURM_STEP_ID", env.get("SLURM_STEP_ID") or "-1", -16, 2**32)
+    is_numbered = 0 <= step < 2**32 - 16
+    has_terminal = "SLURM_PTY_PORT" in env and os.isatty(0)
+    return is_numbered and not has_terminal
 
 
 def hosts_of_job(env) -> list[str]:
     """The job's hosts, rank 0's first. scontrol expands lists such as rack[01-02]-n[1-4]."""
-    if nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if nodes:
         command = ["scontrol", "show", "hostnames", nodes]
         try:
             return subprocess.check_output(command, text=True).split()
         except (OSError, subprocess.CalledProcessError) as error:
             fail(f"`{' '.join(command)}` failed ({error}): set MASTER_ADDR")
-    with suppress(OSError, KeyError):  # PBS lists a host once per slot
-        return list(dict.fromkeys(Path(env["PBS_NODEFILE"]).read_text().split()))
+    with suppress(OSError, KeyError):
+        slots = Path(env["PBS_NODEFILE"]).read_text().split()  # a host once per slot
+        return list(dict.fromkeys(slots))
     return ["localhost"]
 
 
@@ -143,11 +217,15 @@ def port_of_job(env) -> int:
 
     It is below 32768, where Linux's range of ephemeral ports starts.
     """
-    job = re.match(r"\d*", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "")[0]
-    if not job:
+    job = env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or ""
+    digits = re.match(r"\d*", job)[0]  # PBS: 17.server
+    if not digits:
         return 15000 + int.from_bytes(os.urandom(2), "big") % 15000
-    number = int(env["SLURM_STEP_ID"]) if is_srun_step(env) else int(env.get("ATTEMPT") or 1) - 1
-    return 15000 + (16 * int(job) + number) % 15000
+    if is_srun_step(env):
+        number = int(env["SLURM_STEP_ID"])
+    else:
+        number = whole_number("ATTEMPT", env.get("ATTEMPT") or "1", 1, MAX_RANKS) - 1
+    return 15000 + (16 * int(digits) + number) % 15000
 
 
 def free_port(first: int) -> int:
@@ -162,45 +240,150 @@ def free_port(first: int) -> int:
     fail(f"no free port from {first} on")
 
 
+# -------------------------------------------------------------------------------- cores and GPUs
+
+
 def configure_process(world: dict[str, int]) -> None:
     """Give this rank its share of the node's cores; stop it if torchrun is killed."""
     if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
         return
-    names, local_rank = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), world["LOCAL_RANK"]
-    if names[0].startswith("MIG-") and local_rank < len(names):
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]  # CUDA would take the first one
-    cores, ranks = sorted(os.sched_getaffinity(0)), world["LOCAL_WORLD_SIZE"]
-    near = cores_near_gpu(local_rank).intersection(cores)
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun binds no cores; srun does
+    local_rank = world["LOCAL_RANK"]
+    select_mig_device(local_rank)
+    allowed = sorted(os.sched_getaffinity(0))
+    near_gpu = cores_near_gpu(local_rank).intersection(allowed)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if by_torchrun or len(cores) == os.cpu_count():
-        ends = (len(cores) * r // ranks for r in (local_rank, local_rank + 1))
-        cores = cores[slice(*ends)]
-    if cores and not has_gpu():
-        os.sched_setaffinity(0, cores)  # shared cores slow down CPU ranks
-    elif near and len(near) >= len(cores):  # not if they are fewer than its share
-        os.sched_setaffinity(0, near)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores))))
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    share = allowed
+    by_srun = os.environ.get("SLURM_CPU_BIND_TYPE") == "none"  # slurm_train_multinode.sh
+    if by_torchrun or by_srun or len(allowed) == os.cpu_count():  # the rank is not bound yet
+        ranks = world["LOCAL_WORLD_SIZE"]
+        begin = len(allowed) * local_rank // ranks
+        end = len(allowed) * (local_rank + 1) // ranks
+        share = allowed[begin:end]
+    if share and not has_gpu():
+        os.sched_setaffinity(0, share)  # shared cores slow down CPU ranks
+    elif near_gpu and len(near_gpu) >= len(share):  # not if they are fewer than its share
+        os.sched_setaffinity(0, near_gpu)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(share))))
+
+
+def select_mig_device(local_rank: int) -> None:
+    """Show each rank one MIG device only: CUDA would always use the first one."""
+    names = visible_devices() or os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if local_rank < len(names) and names[local_rank].startswith("MIG-"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]
 
 
 def cores_near_gpu(local_rank: int) -> set[int]:
     """The cores of the NUMA node of this rank's GPU; empty if unknown."""
     if os.environ.get("NUMA_BINDING") == "0" or not has_gpu():
         return set()
-    query = ["nvidia-smi", f"--id={gpu_of(local_rank)}", "--query-gpu=pci.bus_id"]
-    query += ["--format=csv,noheader"]
+    own = [gpu for gpu, devices in visible_gpus() if gpu_of(local_rank) in devices]
+    if not own:
+        return set()
+    query = ["nvidia-smi", f"--id={own[0]}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
     with suppress(OSError, ValueError, subprocess.SubprocessError):
-        output = subprocess.check_output(query, text=True, timeout=30, stderr=subprocess.DEVNULL)
+        output = subprocess.check_output(
+            query, text=True, timeout=SMI_SECONDS, stderr=subprocess.DEVNULL
+        )
         device = output.strip().lower()[-12:]  # sysfs has a domain of four digits, not eight
-        ranges = (PCI / device / "local_cpulist").read_text().strip().split(",")  # 0-15,64-79
-        ends = (list(map(int, part.split("-"))) for part in ranges)
-        return {core for end in ends for core in range(end[0], end[-1] + 1)}
+        ranges = (PCI / device / "local_cpulist").read_text().strip()
+        return parse_ranges(ranges)
     return set()
 
 
+def parse_ranges(text: str) -> set[int]:
+    """All numbers of a text such as 0-15,64-79; ValueError if it has another form."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        ends = part.split("-")  # a single number is both ends
+        first = int(ends[0])
+        last = int(ends[-1])
+        numbers.update(range(first, last + 1))
+    return numbers
+
+
 def has_gpu() -> bool:
-    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
+    for pattern in ("nvidia[0-9]*", "kfd", "dxg"):
+        if any(Path("/dev").glob(pattern)):
+            return True
+    return False
+
+
+def gpu_of(local_rank: int) -> str:
+    """The UUID of the GPU that this rank will use; "" if there is none or it is unknown."""
+    devices = visible_devices()
+    if not devices:
+        return ""
+    if len(devices) == 1:  # srun --gpus-per-task=1, for example
+        return devices[0]
+    return devices[local_rank] if local_rank < len(devices) else "none"
+
+
+def visible_devices() -> list[str]:
+    """The UUIDs of this process's GPUs and MIG devices, in device order; [] if unknown."""
+    return [device for _, devices in visible_gpus() for device in devices]
+
+
+def visible_gpus() -> list[tuple[str, list[str]]]:
+    """Those of list_gpus() that the environment shows to this process, in device order."""
+    command, all_gpus = list_gpus()
+    variables = ["CUDA_VISIBLE_DEVICES"]
+    if command != NVIDIA_SMI:
+        by_hip = "HIP_VISIBLE_DEVICES" in os.environ  # which reads CUDA's variable otherwise
+        variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES" if by_hip else variables[0]]
+    gpus = list(all_gpus.items())
+    for variable in variables:
+        names = os.environ.get(variable)
+        if names is None:
+            continue
+        selected = []
+        for name in names.split(","):
+            found = gpu_named(name.strip(), gpus)
+            if not found:  # CUDA ignores it and all that follow: "", -1 and NoDevFiles hide all
+                break
+            selected.append(found)
+        gpus = selected
+    return gpus
+
+
+def gpu_named(name: str, gpus: list[tuple[str, list[str]]]) -> tuple[str, list[str]] | None:
+    """The GPU with this index or UUID, or the MIG device with this UUID; its start will do."""
+    if name.isdigit():
+        return gpus[int(name)] if int(name) < len(gpus) else None
+    for gpu, devices in gpus if name else []:
+        if gpu.startswith(name):
+            return gpu, devices
+        for device in devices:
+            if device.startswith(name):
+                return gpu, [device]
+    return None
+
+
+@functools.lru_cache(maxsize=None)  # noqa: UP033 (Python 3.8)
+def list_gpus() -> tuple[str, dict[str, list[str]]]:
+    """(command, {UUID of each GPU of this host: the UUIDs of its MIG devices, else its own}).
+
+    It runs a command: calling CUDA would initialize it, and a script cannot fork after that.
+    """
+    for command in (NVIDIA_SMI, "amd-smi list", "rocm-smi --showuniqueid"):
+        try:
+            output = subprocess.check_output(
+                command.split(), text=True, timeout=SMI_SECONDS, stderr=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        mig_devices: dict[str, list[str]] = {}
+        gpu = ""
+        for uuid in re.findall(r"(?:UUID|Unique ID):\s*([^\s)]+)", output):
+            if uuid.startswith("MIG-"):
+                mig_devices.setdefault(gpu, []).append(uuid)
+            else:
+                gpu = uuid
+                mig_devices[gpu] = []
+        return command, {gpu: devices or [gpu] for gpu, devices in mig_devices.items()}
+    return "", {}
 
 
 # --------------------------------------------------------------------------------- rank check
@@ -212,56 +395,81 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     Returns (store, rank info of each rank). It uses a store with a timeout, because a collective
     would hang if a rank is missing.
     """
-    rank, size = world["RANK"], world["WORLD_SIZE"]
+    rank = world["RANK"]
     timeout = seconds("RANK_TIMEOUT", 300)
     deadline = time.monotonic() + timeout
     info = rank_info(world, arguments)
     store = connect(world, timeout)
-    job = os.environ.get("ATTEMPT_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if rank == 0:
-        store.set("job", job)
-    if (other := wait_for(store, "job", deadline)) not in (None, job):
-        fail(f"job {job} has reached MASTER_PORT of job {other}: set another MASTER_PORT", "port")
+    check_job(store, rank, deadline)
     store.set(f"rank {rank}", json.dumps(info))
     if rank == 0:
-        found = [wait_for(store, f"rank {r}", deadline) for r in range(size)]
-        infos = [json.loads(text) if text else None for text in found]
-        problem = find_problem(infos, timeout)
-        store.set("problem", problem)
-        store.set("infos", json.dumps(infos))
-        if not problem:
-            log_topology(infos)
+        compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
     problem = wait_for(store, "problem", deadline + 5)
     if problem is None:
         fail(f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log")
+    if problem and rank == 0:
+        fail(problem)
     if problem:
-        time.sleep(rank > 0)  # let rank 0 print first: the launcher kills all at the first exit
-        fail(problem) if rank == 0 else sys.exit(2)
+        time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
+        sys.exit(2)
     infos = json.loads(store.get("infos"))
     choose_interface(infos, info)
     return store, infos
 
 
-def seconds(name: str, default: float) -> float:
-    try:
-        return float(os.environ.get(name) or default)
-    except ValueError:
-        fail(f"{name} is {os.environ[name]!r}, not a number of seconds")
+def check_job(store, rank: int, deadline: float) -> None:
+    """Fail if the store belongs to another job."""
+    job = os.environ.get("ATTEMPT_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if rank == 0:
+        store.set("job", job)
+    other = wait_for(store, "job", deadline)
+    if other not in (None, job):
+        fail(f"job {job} has reached MASTER_PORT of job {other}: set another MASTER_PORT", "port")
+
+
+def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
+    """Rank 0: wait for the rank info of all ranks; put it and the problem found in the store."""
+    infos = []
+    for rank in range(size):
+        text = wait_for(store, f"rank {rank}", deadline)
+        infos.append(json.loads(text) if text else None)
+    problem = find_problem(infos, timeout)
+    store.set("problem", problem)
+    store.set("infos", json.dumps(infos))
+    if not problem:
+        log_topology(infos)
+
+
+def seconds(name: str, default: float | None) -> float | None:
+    """The value of an environment variable in seconds, at most three years."""
+    text = os.environ.get(name)
+    if not text:
+        return default
+    with suppress(ValueError):
+        value = float(text)
+        if 0 <= value <= 1e8:  # false for nan
+            return value
+    fail(f"{name} is {text!r}, not a number of seconds")
 
 
 def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
     """The facts about this rank that rank 0 compares."""
     import torch
 
-    files = {name: digest(name) for name in sorted({Path(a.split("=")[-1]) for a in arguments})}
-    files = {f"file {name}": found for name, found in files.items() if found}
-    guard = {"scripts/guard.py": digest(Path(__file__))}
+    same = {"PyTorch": torch.__version__, "scripts/guard.py": digest(Path(__file__))}
+    paths = {Path(argument.split("=")[-1]) for argument in arguments}  # FILE or --option=FILE
+    for path in sorted(paths):
+        found = digest(path)
+        if found:
+            same[f"file {path}"] = found
+    process = parent_and_start(os.getpid())
     return {
         "host": HOST,
         "pid": os.getpid(),
+        "started": process[1] if process else 0,
         "address": address_towards(os.environ["MASTER_ADDR"]),
         "gpu": gpu_of(world["LOCAL_RANK"]),
-        "same": {"PyTorch": torch.__version__, **guard, **files},
+        "same": same,
     }
 
 
@@ -273,35 +481,10 @@ def digest(path: Path) -> str:
     return ""
 
 
-def gpu_of(local_rank: int) -> str:
-    """The UUID of the GPU that this rank will use; "" if there is none or it is unknown."""
-    gpus = visible_gpus()
-    if len(gpus) < 2:  # srun --gpus-per-task=1, for example
-        return "".join(gpus)
-    return gpus[local_rank] if local_rank < len(gpus) else "none"
-
-
-@functools.lru_cache(maxsize=None)  # noqa: UP033 (Python 3.8)
-def visible_gpus() -> list[str]:
-    """The UUIDs of this process's GPUs, in device order; [] if they are unknown.
-
-    Calls nvidia-smi: calling CUDA would initialize it, and a script cannot fork after that.
-    """
-    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    gpus = output.stdout.split()
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        names = visible.split(",")
-        gpus = [gpus[int(n)] if n.isdigit() and int(n) < len(gpus) else n for n in names]
-    return gpus
-
-
 def connect(world: dict[str, int], timeout: float):
     """Call open_store(); exit with an error message if that fails."""
-    address, port, rank = os.environ["MASTER_ADDR"], world["MASTER_PORT"], world["RANK"]
+    address = os.environ["MASTER_ADDR"]
+    port = world["MASTER_PORT"]
     resolve(address, port, min(30, timeout))
     timer = threading.Timer(timeout + 10, end_now, [f"{address}:{port} is not a PyTorch store"])
     timer.daemon = True
@@ -310,8 +493,9 @@ def connect(world: dict[str, int], timeout: float):
         return open_store(world, timeout)
     except Exception as error:  # DistError, or RuntimeError in older versions
         text = str(error).strip().split("\n")[0]
+        who = f"rank {world['RANK']} on {HOST}"
         remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
-        fail(f"rank {rank} on {HOST} cannot reach {address}:{port} ({text}): {remedy}", "port")
+        fail(f"{who} cannot reach {address}:{port} ({text}): {remedy}", "port")
     finally:
         timer.cancel()
 
@@ -361,32 +545,37 @@ def wait_for(store, key: str, deadline: float) -> str | None:
 
 def find_problem(infos: list[dict | None], timeout: float) -> str:
     """The first problem found with the ranks, as a sentence; "" if there is none."""
-    hosts = ranks_by_host(infos)
-    where = ", ".join(f"{format_ranges(ranks)} on {host}" for host, ranks in hosts.items())
-    if missing := [rank for rank, info in enumerate(infos) if info is None]:
+    missing = [rank for rank, info in enumerate(infos) if info is None]
+    if missing:
+        hosts = ranks_by_host(infos)
+        started = [f"{format_ranges(ranks)} on {host}" for host, ranks in hosts.items()]
         return (
             f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
-            f"see their logs (ranks that started: {where})"
+            f"see their logs (ranks that started: {', '.join(started)})"
         )
     return next(find_differences(infos), "")
 
 
 def find_differences(infos: list[dict | None]):
     """Yield a sentence for each difference in software and each shared GPU."""
-    for what in sorted({what for info in infos if info for what in info["same"]}):
-        values = [info and info["same"].get(what, "missing") for info in infos]
+    facts = {fact for info in infos if info for fact in info["same"]}
+    for fact in sorted(facts):
+        values = [info["same"].get(fact, "missing") if info else None for info in infos]
         for value in dict.fromkeys(values):
-            if value not in (None, values[0]):
-                ranks = [rank for rank, other in enumerate(values) if other == value]
-                hosts = ", ".join(dict.fromkeys(infos[rank]["host"] for rank in ranks))
-                who = f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)} on {hosts}"
-                yield f"{what} differs: {value} for {who}, {values[0]} for rank 0"
+            if value in (None, values[0]):
+                continue
+            ranks = [rank for rank, other in enumerate(values) if other == value]
+            plural = "s" if len(ranks) > 1 else ""
+            hosts = dict.fromkeys(infos[rank]["host"] for rank in ranks)
+            who = f"rank{plural} {format_ranges(ranks)} on {', '.join(hosts)}"
+            yield f"{fact} differs: {value} for {who}, {values[0]} for rank 0"
     for host, ranks in ranks_by_host(infos).items():
-        gpus = {infos[rank]["gpu"] for rank in ranks}
-        if "none" in gpus or (gpus != {""} and len(gpus) < len(ranks)):
+        known = [infos[rank]["gpu"] for rank in ranks if infos[rank]["gpu"]]
+        gpus = set(known) - {"none"}
+        if len(gpus) < len(known):
             yield (
                 f"Duplicate GPU detected: on {host}, ranks {format_ranges(ranks)} share "
-                f"{len(gpus - {'none'})} visible GPUs: start as many processes as there are GPUs "
+                f"{len(gpus)} visible GPUs: start as many processes as there are GPUs "
                 "(or set GUARD=0 if this is intended)"
             )
 
@@ -401,14 +590,17 @@ def ranks_by_host(infos: list[dict | None]) -> dict[str, list[int]]:
 
 def format_ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5" """
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends))
+    firsts = [number for number in numbers if number - 1 not in numbers]
+    lasts = [number for number in numbers if number + 1 not in numbers]
+    ranges = []
+    for first, last in zip(firsts, lasts):
+        ranges.append(f"{first}-{last}" if first < last else str(first))
+    return ",".join(ranges)
 
 
 def log_topology(infos: list[dict]) -> None:
     for host, ranks in ranks_by_host(infos).items():
-        plural = "s" * (len(ranks) > 1)
+        plural = "s" if len(ranks) > 1 else ""
         print(f"guard.py: rank{plural} {format_ranges(ranks)} on {host}", flush=True)
 
 
@@ -418,7 +610,8 @@ def address_towards(host: str) -> str:
         for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)
-                return probe.getsockname()[0].replace("::ffff:", "")
+                own_address = probe.getsockname()[0]
+                return own_address.replace("::ffff:", "")
     return "127.0.0.1"
 
 
@@ -429,12 +622,19 @@ def choose_interface(infos: list[dict], info: dict) -> None:
     can reach it.
     """
     others = [other["address"] for other in infos if other["host"] != HOST]
+    if not others:
+        return
     with suppress(OSError):
-        if not others or not LOOPBACK.match(socket.getaddrinfo(HOST, None)[0][4][0]):
+        first_result = socket.getaddrinfo(HOST, None)[0]
+        if not LOOPBACK.match(first_result[4][0]):
             return
-    target = next((a for a in others if not LOOPBACK.match(a)), os.environ["MASTER_ADDR"])
+    targets = [address for address in others if not LOOPBACK.match(address)]
+    target = targets[0] if targets else os.environ["MASTER_ADDR"]
     address = address_towards(target)
-    if name := not LOOPBACK.match(address) and interfaces().get(address):
+    if LOOPBACK.match(address):
+        return
+    name = interfaces().get(address)
+    if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
@@ -443,11 +643,14 @@ def interfaces() -> dict[str, str]:
     names = {}
     for _, name in socket.if_nameindex():
         with socket.socket() as probe, suppress(OSError):  # an interface without an IPv4 address
-            found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-            names[socket.inet_ntoa(found[20:24])] = name
+            reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            address = socket.inet_ntoa(reply[20:24])
+            names[address] = name
     with suppress(OSError):
-        for words in map(str.split, Path("/proc/net/if_inet6").read_text().splitlines()):
-            names[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))] = words[-1]
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            words = line.split()
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
+            names[address] = words[-1]
     return names
 
 
@@ -459,38 +662,54 @@ class HangWatch:
 
     Progress is a step of any optimizer in the process, or a collective that starts or ends
     according to PyTorch's Flight Recorder. The waiting rank notifies the others through the store.
-    Each rank writes its position to the store; ranks that are behind or do not answer are at fault.
+    Each rank writes its position to the store. At fault are the ranks that do not answer, and those
+    that have not enqueued the first incomplete collective; the others may be far ahead of it.
     """
 
     def __init__(self, rank: int, store, infos: list[dict]):
         from torch import __version__ as version
 
-        # Before PyTorch 2.11, the Flight Recorder is off by default.
-        name = "TORCH_FR_BUFFER_SIZE" if version >= "2.8" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-        os.environ.setdefault(name, "2000")
-        self.rank, self.store, self.infos = rank, store, infos
-        self.timeout = seconds("HANG_TIMEOUT", 540)
+        configure_torch(version)
+        self.rank = rank
+        self.store = store
+        self.infos = infos
+        self.fixed_timeout = seconds("HANG_TIMEOUT", None)
+        if self.fixed_timeout == 0 and rank == 0:
+            print("guard.py: HANG_TIMEOUT is 0: hangs are not detected", flush=True)
         self.steps = 0
-        self.found, self.over = threading.Event(), threading.Event()
+        self.found = threading.Event()  # a hang, on another rank
+        self.over = threading.Event()  # the script has ended
         # poll() has its own thread: a store call never returns if the store's server is stopped.
-        self.threads = [threading.Thread(target=t, daemon=True) for t in (self.watch, self.poll)]
+        self.threads = []
+        for target in (self.watch, self.poll):
+            thread = threading.Thread(target=target, daemon=True)
+            self.threads.append(thread)
         for thread in self.threads:
             thread.start()
 
     def watch(self) -> None:
-        hooked, seen, since = False, None, time.monotonic()
+        is_hooked = False
+        progress = None
+        since = time.monotonic()
         while not self.over.wait(1):
-            if not hooked and "torch.optim" in sys.modules:
+            if not is_hooked and "torch.optim" in sys.modules:
                 from torch.optim.optimizer import register_optimizer_step_post_hook
 
                 register_optimizer_step_post_hook(self.on_step)
-                hooked = True
-            now = self.steps, collectives()
-            if now != seen:
-                seen, since = now, time.monotonic()
-            waits = any(begun > ended for begun, ended in now[1].values())
-            if self.found.is_set() or (waits and time.monotonic() - since > self.timeout):
+                is_hooked = True
+            previous = progress
+            progress = (self.steps, counters())
+            if progress != previous:
+                since = time.monotonic()
+            is_late = time.monotonic() - since > self.timeout()
+            if self.found.is_set() or (is_late and waits_for()):
                 self.exit_all()
+
+    def timeout(self) -> float:
+        """Seconds without progress that are a hang: earlier than PyTorch's own limit."""
+        if self.fixed_timeout is None:
+            return 0.9 * timeout_of_process_group()
+        return self.fixed_timeout or math.inf
 
     def on_step(self, *_) -> None:
         self.steps += 1
@@ -506,106 +725,350 @@ class HangWatch:
         """Print the stacks, exchange positions; the lowest rank that answers reports the hang."""
         print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        notes = {self.rank: {"steps": self.steps, **last_collective()}}
-        without_store = threading.Timer(20, self.report, [dict(notes), {0: "does not answer"}])
+        own_note = {
+            "steps": self.steps,
+            "limit": self.timeout(),
+            "waits": waits_for(),
+            "groups": positions(),
+        }
+        no_store = {0: "does not answer"}  # rank 0, or its torchrun, is the store's server
+        without_store = threading.Timer(20, self.report, [{self.rank: own_note}, no_store])
         without_store.start()
-        silent = {}
+        notes = {self.rank: own_note}
         try:
-            self.store.set(f"note {self.rank}", json.dumps(notes[self.rank]))
-            self.store.set("hang", "1")
-            deadline = time.monotonic() + POLL + 3
-            for rank in range(len(self.infos)):
-                if self.store.check([f"ended {rank}"]):
-                    silent[rank] = "has ended"
-                elif text := wait_for(self.store, f"note {rank}", deadline):
-                    notes[rank] = json.loads(text)
-                else:
-                    silent[rank] = "does not answer"
+            silent = self.exchange_notes(notes)
         except Exception:
-            silent = {0: "does not answer"}
+            silent = no_store
         without_store.cancel()
         self.report(notes, silent)
 
+    def exchange_notes(self, notes: dict[int, dict]) -> dict[int, str]:
+        """Add the notes of the other ranks to this rank's; returns why the rest have none."""
+        self.store.set(f"note {self.rank}", json.dumps(notes[self.rank]))
+        self.store.set("hang", "1")
+        deadline = time.monotonic() + POLL + 3
+        silent = {}
+        for rank in range(len(self.infos)):
+            if self.store.check([f"ended {rank}"]):
+                silent[rank] = ENDED
+                continue
+            text = wait_for(self.store, f"note {rank}", deadline)
+            if text:
+                notes[rank] = json.loads(text)
+            else:
+                silent[rank] = "does not answer"
+        return silent
+
     def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:
+        """Print the error on one rank, kill the silent ranks of this host, and exit."""
         if self.rank == min(notes):
             text = self.verdict(notes, silent)
             write_failure("hang", text, self.rank)
             print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
         time.sleep(1)  # let that rank print before the launcher kills it
-        for rank in silent:
-            if self.infos[rank]["host"] == HOST:
+        for rank, state in silent.items():
+            info = self.infos[rank]
+            if info["host"] == HOST and state != ENDED and is_sibling(info["pid"], info["started"]):
                 with suppress(OSError):
-                    os.kill(self.infos[rank]["pid"], signal.SIGKILL)  # it cannot exit on its own
+                    os.kill(info["pid"], signal.SIGKILL)  # it cannot exit on its own
         os._exit(1)
 
     def verdict(self, notes: dict[int, dict], silent: dict[int, str]) -> str:
-        """The error message. notes: positions of the ranks that answer; silent: the others."""
-        states = [f"at collective {n['number']} ({n['name']})" for n in notes.values()]
-        furthest = max(note["number"] for note in notes.values())
-        ahead = [s for s, n in zip(states, notes.values()) if n["number"] == furthest]
-        usual = max(ahead, key=ahead.count)
+        """The error message. notes: what the ranks that answer wrote; silent: the other ranks."""
+        usual, states = find_fault(notes)
         at_fault = dict(silent)
-        for (rank, note), state in zip(notes.items(), states):
-            if state != usual:
-                at_fault[rank] = f"is {state}, {note['steps']} steps done"
-        if not at_fault:
-            return f"hang: all ranks are {usual}: check the network"
-        names = (f"rank {r} on {self.infos[r]['host']} {at_fault[r]}" for r in sorted(at_fault))
-        return f"hang: {'; '.join(names)}; the others are {usual}"
+        for rank, state in states.items():
+            at_fault[rank] = f"is {state}, {notes[rank]['steps']} steps done"
+        hosts = {rank: info["host"] for rank, info in enumerate(self.infos)}
+        limits = [note["limit"] for note in notes.values() if note["waits"]]
+        limit = f"no progress for {min(limits, default=0):.0f} s (HANG_TIMEOUT)"
+        if at_fault:
+            names = [f"rank {rank} on {hosts[rank]} {at_fault[rank]}" for rank in sorted(at_fault)]
+            return f"hang: {'; '.join(names)}; the others are {usual}; {limit}"
+        idle = ranks_not_started(notes)
+        if idle:
+            gpus = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in idle)
+            usual += f", not started by the GPU of {gpus}"
+        return f"hang: all ranks are {usual}; {limit}: check the network and the GPUs"
 
     def end(self, error: BaseException | None) -> None:
         """Call this when the script has ended."""
         self.over.set()
         for thread in self.threads:  # a thread in C++ code would abort Python's shutdown
             thread.join(2)
-        if not error:
-            time.sleep(0.2)  # so would gloo's threads (pytorch/pytorch#179291)
-            with suppress(Exception):
-                self.store.set(f"ended {self.rank}", "")
-                if self.rank:
-                    return
-                for rank in range(len(self.infos)):  # this rank or its torchrun is the server
-                    wait_for(self.store, f"ended {rank}", time.monotonic() + 2)
-                if len(ranks_by_host(self.infos)) > 1:
-                    time.sleep(0.5)  # so that its torchrun exits last
+        if error:
+            return
+        time.sleep(0.2)  # so would gloo's threads (pytorch/pytorch#179291)
+        with suppress(Exception):
+            self.store.set(f"ended {self.rank}", "")
+            if self.rank == 0:  # this rank or its torchrun is the store's server
+                self.wait_for_others()
+
+    def wait_for_others(self) -> None:
+        for rank in range(len(self.infos)):
+            wait_for(self.store, f"ended {rank}", time.monotonic() + 2)
+        if len(ranks_by_host(self.infos)) > 1:
+            time.sleep(0.5)  # so that its torchrun exits last
 
     def ended_ranks(self) -> str:
         with suppress(Exception):  # the store has ended, too
-            ranks = [r for r in range(len(self.infos)) if self.store.check([f"ended {r}"])]
-            return ", ".join(f"rank {r} on {self.infos[r]['host']}" for r in ranks)
+            size = len(self.infos)
+            ranks = [rank for rank in range(size) if self.store.check([f"ended {rank}"])]
+            return ", ".join(f"rank {rank} on {self.infos[rank]['host']}" for rank in ranks)
         return ""
 
 
-def collectives() -> dict[str, tuple[int, int]]:
-    """{process group: (collectives started, completed)}; {} before the first group exists."""
-    counts = {}
-    for backend, trace in flight_recorder(False):
-        for group, status in trace.get("pg_status", {}).items():
-            names = "last_enqueued_collective", "last_completed_collective"
-            counts[f"{backend} {group}"] = tuple(int(status[name]) for name in names)
-    return counts
+def parent_and_start(pid: int) -> tuple[int, int] | None:
+    """(its parent's id, its start time in ticks since boot) of a process; None if it is gone."""
+    with suppress(OSError, TypeError, ValueError):
+        text = Path("/proc", str(int(pid)), "stat").read_text()
+        fields = text.rpartition(")")[2].split()  # from the third field on, see proc(5)
+        return int(fields[1]), int(fields[19])
+    return None
 
 
-def last_collective() -> dict:
-    """Number and name of the last collective that this rank has started."""
-    found = [{"number": 0, "name": "none"}]
-    for _, trace in flight_recorder(True):
-        for entry in trace.get("entries", [])[-1:]:
-            name = f"{entry['profiling_name']} {entry['input_sizes']}".strip()
-            found.append({"number": entry["collective_seq_id"], "name": name})
-    return max(found, key=lambda collective: collective["number"])
+def is_sibling(pid: int, started: int) -> bool:
+    """Whether this is still the process of another rank, started by the same launcher.
+
+    Both numbers come from the store, which other users may reach, and the system uses ids again.
+    """
+    return parent_and_start(pid) == (os.getppid(), started)
+
+
+def configure_torch(version: str) -> None:
+    """Set what PyTorch reads when it creates the first process group."""
+    # Before PyTorch 2.11, the Flight Recorder is off by default.
+    name = "TORCH_FR_BUFFER_SIZE" if version >= "2.8" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    os.environ.setdefault(name, "2000")
+    # With init_process_group(device_id=...), PyTorch 2.7.0 used NCCL's non-blocking mode, which
+    # hangs at random: pytorch/pytorch#153960. 2.7.1 switched it off.
+    if version.split("+")[0] == "2.7.0":
+        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
+
+
+def timeout_of_process_group() -> float:
+    """Seconds after which PyTorch ends a collective of the default process group.
+
+    While the main thread is in init_process_group(), the timeout that it was called with.
+    """
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    with suppress(Exception):  # no group yet; one that is being created; a backend without options
+        group = module.GroupMember.WORLD
+        if group:
+            backends = [group._get_backend(device) for device in group._device_types]
+            return min(backend.options._timeout.total_seconds() for backend in backends)
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame:
+        if frame.f_code.co_name == "init_process_group":
+            timeout = frame.f_locals.get("timeout")
+            if isinstance(timeout, timedelta):
+                return timeout.total_seconds()
+        frame = frame.f_back
+    return NCCL_TIMEOUT
+
+
+def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
+    """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks."""
+    incomplete = incomplete_collectives(notes)
+    late = {group: late_ranks(notes, group, number) for group, number in incomplete.items()}
+    candidates = [rank for rank in sorted(notes) if any(rank in ranks for ranks in late.values())]
+    # A rank may be late because it waits for another rank in another process group.
+    at_fault = [rank for rank in candidates if not notes[rank]["waits"]] or candidates
+    for group, number in incomplete.items():
+        states = {rank: state_in(notes[rank], group) for rank in late[group] if rank in at_fault}
+        if states:
+            return f"at {name_of(notes.values(), group, number)}", states
+    for group, number in incomplete.items():
+        usual, states = different_collectives(notes, group, number)
+        if states:
+            return usual, states
+    for group, number in incomplete.items():
+        return f"at {name_of(notes.values(), group, number)}", {}
+    return ranks_outside(notes)
+
+
+def incomplete_collectives(notes: dict[int, dict]) -> dict[str, int]:
+    """{process group: number of the first collective that is not complete on all its ranks}"""
+    numbers = {}
+    for group in sorted({group for note in notes.values() for group in note["groups"]}):
+        members = [note["groups"][group] for note in notes.values() if group in note["groups"]]
+        first = min(member["completed"] for member in members) + 1
+        if any(member["enqueued"] >= first for member in members):
+            numbers[group] = first
+    return numbers
+
+
+def late_ranks(notes: dict[int, dict], group: str, number: int) -> list[int]:
+    """The ranks of the process group that have not enqueued this collective."""
+    members = [rank for rank in sorted(notes) if group in notes[rank]["groups"]]
+    return [rank for rank in members if notes[rank]["groups"][group]["enqueued"] < number]
+
+
+def different_collectives(notes: dict[int, dict], group: str, number: int):
+    """(usual state, {rank: state}) of the ranks that are in another collective than most.
+
+    The sizes may differ in a scatter, a gather or an all-to-all.
+    """
+    names = {}
+    for rank, note in notes.items():
+        name = note["groups"].get(group, {}).get("names", {}).get(str(number))
+        if name:
+            names[rank] = name
+    kinds = {}
+    for rank, name in names.items():
+        has_equal_sizes = re.search("reduce|broadcast|backward", name)
+        kinds[rank] = name if has_equal_sizes else name.split(" ")[0]
+    values = list(kinds.values())
+    usual = max(values, key=values.count, default="")
+    states = {}
+    for rank, kind in kinds.items():
+        if kind != usual:
+            states[rank] = f"at collective {number} ({names[rank]})"
+    return f"at collective {number} ({usual})", states
+
+
+def ranks_outside(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
+    """Like find_fault(), where no collective has been recorded, as while NCCL is initialized."""
+    functions = [note["waits"] for note in notes.values() if note["waits"]]
+    usual = max(functions, key=functions.count, default="nowhere")
+    states = {}
+    for rank, note in notes.items():
+        if not note["waits"]:
+            states[rank] = "not in a function of torch.distributed"
+    return f"in {usual}", states
+
+
+def ranks_not_started(notes: dict[int, dict]) -> list[int]:
+    """Ranks whose GPU has not started the collective that all have enqueued, if that is known."""
+    for group, number in incomplete_collectives(notes).items():
+        members = {rank: note["groups"][group] for rank, note in notes.items()}
+        if any(member["started"] > 0 for member in members.values()):
+            return [rank for rank, member in members.items() if member["started"] < number]
+    return []
+
+
+def name_of(notes, group: str, number: int) -> str:
+    for note in notes:
+        name = note["groups"].get(group, {}).get("names", {}).get(str(number))
+        if name:
+            return f"collective {number} ({name})"
+    return f"collective {number} (unknown)"
+
+
+def state_in(note: dict, group: str) -> str:
+    """Where a rank is in the process group."""
+    return f"at {name_of([note], group, note['groups'][group]['enqueued'])}"
+
+
+def positions() -> dict[str, dict]:
+    """{recorder and process group: this rank's position}, also of groups that it has not used."""
+    groups = {}
+    for recorder, trace in flight_recorder(entries=True):
+        collectives = {name: [] for name in names_of_groups()}
+        for entry in trace.get("entries", []):
+            if not entry.get("is_p2p"):
+                name = entry["process_group"][0]
+                collectives.setdefault(name, []).append(entry)
+        for name, entries in collectives.items():
+            groups[f"{recorder} {name}"] = position(entries, trace.get("pg_status", {}))
+    return groups
+
+
+def position(entries: list[dict], statuses: dict) -> dict:
+    """The numbers of the last collective enqueued, completed and started by the GPU (-1: unknown),
+    and the names of those around them. All collectives up to `completed` are complete.
+
+    The recorder's own `last_completed_collective` counts otherwise, or is -1, for some backends.
+    """
+    numbers = [entry["collective_seq_id"] for entry in entries]
+    open_numbers = [entry["collective_seq_id"] for entry in entries if not is_done(entry)]
+    enqueued = max(numbers, default=0)
+    completed = min(open_numbers, default=enqueued + 1) - 1
+    names = {}
+    for entry in entries:
+        number = entry["collective_seq_id"]
+        if abs(number - completed) <= NAMES or number == enqueued:
+            names[str(number)] = name_of_entry(entry)
+    started = -1
+    if entries:
+        status = statuses.get(str(entries[-1].get("pg_id")), {})
+        started = int(status.get("last_started_collective", -1))
+    return {"enqueued": enqueued, "completed": completed, "started": started, "names": names}
+
+
+def is_done(entry: dict) -> bool:
+    """Gloo's entries are retired but never "completed"; those of NCCL may be "completed" first."""
+    return entry["retired"] or entry["state"] == "completed"
+
+
+def name_of_entry(entry: dict) -> str:
+    return f"{entry['profiling_name']} {entry['input_sizes']}".strip()
+
+
+def names_of_groups() -> list[str]:
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    with suppress(AttributeError, RuntimeError):  # it is importing, or adding a group
+        return list(module._world.pg_names.values())
+    return []
+
+
+def waits_for() -> str:
+    """What this rank waits for: a collective, or another function of torch.distributed; or ""."""
+    for _, trace in flight_recorder(entries=True):
+        for entry in trace.get("entries", []):
+            if not is_done(entry):
+                return name_of_entry(entry)
+    return function_of_torch_distributed()
+
+
+def function_of_torch_distributed() -> str:
+    """The function in which the main thread waits, as in NCCL's initialization; "" elsewhere."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    name = ""
+    if WAITING_CODE.search(frame.f_code.co_filename):
+        while frame and "/torch/" in frame.f_code.co_filename:
+            if WAITING_CODE.search(frame.f_code.co_filename):
+                name = frame.f_code.co_name
+            frame = frame.f_back
+    return name
+
+
+def counters() -> dict[str, dict]:
+    """Numbers that change whenever a collective starts or ends; cheaper than positions()."""
+    return {recorder: trace.get("pg_status") for recorder, trace in flight_recorder(entries=False)}
 
 
 def flight_recorder(entries: bool):
-    """Yield (backend, PyTorch's Flight Recorder trace) for each backend in use."""
+    """Yield (recorder, its trace) for each Flight Recorder of PyTorch.
+
+    "nccl-legacy" is the one of ProcessGroupNCCL ("nccl" before PyTorch 2.15, or with
+    TORCH_DIST_USE_NCCL2=0). From PyTorch 2.15 on, each other backend has one with its own name.
+    """
     c10d = sys.modules.get("torch._C._distributed_c10d")
     if hasattr(c10d, "_dump_nccl_trace_json"):
-        yield "nccl", json.loads(c10d._dump_nccl_trace_json(entries, False))
+        yield "nccl-legacy", json.loads(c10d._dump_nccl_trace_json(entries, False))
     if hasattr(c10d, "_dump_fr_trace_json"):
-        yield "gloo", json.loads(c10d._dump_fr_trace_json(entries, False))
+        for name in names_of_recorders():
+            try:
+                text = c10d._dump_fr_trace_json(entries, False, name)
+            except TypeError:  # PyTorch 2.8 to 2.14: one recorder, without a name
+                yield "gloo", json.loads(c10d._dump_fr_trace_json(entries, False))
+                return
+            yield name, json.loads(text)
     elif c10d:
         with suppress(AttributeError, KeyError, RuntimeError):  # it is importing, or adding a group
             yield "gloo", trace_of_main_thread()
+
+
+def names_of_recorders() -> list[str]:
+    """RECORDERS and those of the backends in use, such as "cpu:gloo,cuda:ucc"."""
+    names = list(RECORDERS)
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    with suppress(AttributeError, RuntimeError):  # it is importing, or adding a group
+        for backends, _ in list(module._world.pg_map.values()):
+            for backend in backends.split(","):
+                names.append(backend.split(":")[-1])
+    return list(dict.fromkeys(names))
 
 
 def trace_of_main_thread() -> dict:
@@ -614,76 +1077,66 @@ def trace_of_main_thread() -> dict:
     It has a counter of the collectives started. The last one is taken for incomplete while the main
     thread is in a function of torch.distributed, of DDP, or in a backward pass.
     """
-    code = sys._current_frames()[threading.main_thread().ident].f_code
-    inside = bool(re.search(r"/torch/(distributed|autograd|nn/parallel)/", code.co_filename))
-    groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map
-    status, number, name = {}, 0, code.co_name if inside else "complete"
-    for group in groups:
+    frames = sys._current_frames()
+    code = frames[threading.main_thread().ident].f_code
+    in_torch = re.search(r"/torch/(distributed|autograd|nn/parallel)/", code.co_filename)
+    if "/autograd/" in code.co_filename:
+        name = "backward"
+    elif in_torch:
+        name = code.co_name
+    else:
+        name = "complete"
+    entries = []
+    status = {}
+    world = sys.modules["torch.distributed.distributed_c10d"]._world
+    for group, group_name in list(world.pg_names.items()):
+        by_nccl = "nccl" in world.pg_map[group][0] and sys.modules["torch"].cuda.is_initialized()
         number = group._get_sequence_number_for_group()
-        names = "last_enqueued_collective", "last_completed_collective"
-        status[str(len(status))] = dict(zip(names, (number, number - inside)))
-    name = "backward" if "/autograd/" in code.co_filename else name
-    last = {"collective_seq_id": number, "profiling_name": f"gloo:{name}", "input_sizes": ""}
-    return {"pg_status": status, "entries": [last]}
+        if by_nccl or not number:
+            continue
+        entry = {
+            "process_group": [group_name, ""],
+            "collective_seq_id": number,
+            "profiling_name": f"gloo:{name}",
+            "input_sizes": "",
+            "state": "scheduled",
+            "retired": not in_torch,
+        }
+        entries.append(entry)
+        status[group_name] = {"last_enqueued_collective": number, "waits": bool(in_torch)}
+    return {"pg_status": status, "entries": entries}
 
 
-# ------------------------------------------------------------------------------------ failures
+# --------------------------------------------------------------------------------- the script
 
 
 def run(arguments: list[str]) -> None:
-    """Run `SCRIPT ...` or `-m MODULE ...` in this process, as Python itself would."""
+    """Run `SCRIPT ...` or `-m MODULE ...` in this process, as Python itself would.
+
+    SCRIPT is a file, or a directory or a zip file with a __main__.py.
+    """
     if arguments[0] == "-m":
-        sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+        sys.argv = arguments[1:]
+        sys.path[0] = os.getcwd()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     script = os.path.abspath(arguments[0])
+    if Path(script, "__main__.py").exists() or zipfile.is_zipfile(script):
+        sys.argv = arguments
+        del sys.path[0]  # run_path() inserts the directory or the zip file
+        runpy.run_path(script, run_name="__main__")
+        return
     try:
-        code = compile(Path(script).read_bytes(), script, "exec")
+        # dont_inherit: not with the `from __future__ import annotations` of this file
+        code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
     except OSError as error:
         fail(f"cannot read {arguments[0]}: {error.strerror}")
-    sys.argv, sys.path[0] = arguments, str(Path(script).resolve().parent)
+    sys.argv = arguments
+    sys.path[0] = str(Path(script).resolve().parent)
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=script, __builtins__=__builtins__)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
-
-
-def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> None:
-    """Record why this rank failed, unless it failed only because another rank did."""
-    if "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError":
-        # Another rank has failed. Launchers report the first rank that exits: let it exit first.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        text = str(error).split("] ", 1)[-1].split(". This is")[0]
-        print(f"guard.py: rank {rank} on {HOST}: another rank exited ({text})", file=sys.stderr)
-        time.sleep(1)  # time for a rank whose script has ended to report that
-        if ended := watch.ended_ranks() if watch else "":
-            text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
-            text += " must take part in the same collectives"
-            write_failure("exception", text, rank)
-            print(f"guard.py: {text}", file=sys.stderr, flush=True)
-        time.sleep(2)
-        return
-    if isinstance(error, SystemExit):
-        root = error.__cause__ or error
-        cause = getattr(root, "cause", "configuration" if error.code == 2 else "exception")
-        reason = str(root) if error.__cause__ else f"exit code {error.code}"
-    else:
-        reason = f"{type(error).__name__}: {error}"
-        memory = re.search("OutOfMemory|MemoryError|t allocate memory", reason)
-        cause = "out of memory" if memory else "exception"
-    write_failure(cause, reason, rank)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints its content at the end
-        facts = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": reason, "extraInfo": facts}}))
-
-
-def write_failure(cause: str, reason: str, rank: int) -> None:
-    """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so."""
-    if file := os.environ.get("FAILURE_FILE"):
-        facts = {"cause": cause, "reason": reason, "rank": rank, "host": HOST}
-        with suppress(OSError), open(file, "x") as first:
-            json.dump(facts, first)
 
 
 def without_own_frames(traceback):
@@ -692,10 +1145,89 @@ def without_own_frames(traceback):
     return traceback
 
 
+# ------------------------------------------------------------------------------------ failures
+
+
+def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> None:
+    """Record why this rank failed, unless it failed only because another rank did."""
+    if has_lost_rank(error):
+        report_lost_rank(error, rank, watch)
+        return
+    cause, reason = cause_and_reason(error)
+    write_failure(cause, reason, rank)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:  # torchrun prints its content at the end
+        facts = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+        content = {"message": {"message": reason, "extraInfo": facts}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps(content))
+
+
+def has_lost_rank(error: BaseException) -> bool:
+    """Whether this rank failed only because another rank has.
+
+    NCCL's other errors are this rank's: no memory, no usable network, a defective GPU.
+    """
+    text = str(error)
+    is_distributed = type(error).__name__.startswith("Dist")  # DistBackendError, DistNetworkError
+    is_distributed = is_distributed or "gloo/transport" in text or "NCCL" in text
+    return is_distributed and bool(LOST_RANK.search(text))
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an error; of one of NCCL in one line, up to NCCL's line "Last error"."""
+    text = str(error)
+    last_error = re.search(r"last error:\s*.+", text, re.I)
+    if last_error:
+        return " ".join(text[: last_error.end()].split())
+    return text
+
+
+def report_lost_rank(error: BaseException, rank: int, watch: HangWatch | None) -> None:
+    """Another rank has failed. Launchers report the first rank that exits: let it exit first."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    text = message_of(error).split("] ", 1)[-1].split(". This is")[0]
+    print(f"guard.py: rank {rank} on {HOST}: another rank exited ({text})", file=sys.stderr)
+    time.sleep(1)  # time for a rank whose script has ended to report that
+    ended = watch.ended_ranks() if watch else ""
+    if ended:
+        text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
+        text += " must take part in the same collectives"
+        write_failure("exception", text, rank)
+        print(f"guard.py: {text}", file=sys.stderr, flush=True)
+    time.sleep(2)
+
+
+def cause_and_reason(error: BaseException) -> tuple[str, str]:
+    """For FAILURE_FILE. A script that exits with `raise SystemExit(2) from error` may set the cause
+    as an attribute of that error.
+    """
+    if not isinstance(error, SystemExit):
+        reason = f"{type(error).__name__}: {message_of(error)}"
+        if re.search("OutOfMemory|out of memory|MemoryError|t allocate memory", reason):
+            return "out of memory", reason
+        return "exception", reason
+    default = "configuration" if error.code == 2 else "exception"
+    root = error.__cause__
+    if root:
+        return getattr(root, "cause", default), str(root)
+    return getattr(error, "cause", default), f"exit code {error.code}"
+
+
+def write_failure(cause: str, reason: str, rank: int) -> None:
+    """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so."""
+    file = os.environ.get("FAILURE_FILE")
+    if file:
+        facts = {"cause": cause, "reason": reason, "rank": rank, "host": HOST}
+        with suppress(OSError), open(file, "x") as first:
+            json.dump(facts, first)
+
+
 def fail(text: str, cause: str = "configuration") -> None:
     """Print a user error and exit with code 2."""
     print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
-    write_failure(cause, text, int(os.environ.get("RANK", 0)))
+    rank = os.environ.get("RANK", "")
+    write_failure(cause, text, int(rank) if rank.isdecimal() else 0)
     sys.exit(2)
 
 

@@ -18,14 +18,12 @@ NCCL uses the faster one. DDP sends gradients in buckets, each as soon as the ba
 computed it. docs/SCALING.md compares predictions with measurements.
 """
 
-import argparse
-import functools
 import json
 import math
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,13 +34,15 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import train_distributed as trainer  # noqa: E402
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, as in DDP; the first one is small, to start early
+FIRST_BUCKET = 2**20  # bytes, as in DDP: small, to start early
+BUCKET = 25 * 2**20  # bytes of the following buckets
 FORWARD = 1 / 3  # of a step's computation; the backward pass takes twice as long
 OVERHEAD = 1.5e9  # bytes of GPU memory used by CUDA, cuDNN and NCCL themselves
 JPEGS = 200  # images of ImageNet's size decoded per second and core
 START_SECONDS = 60  # of a job: imports, rendezvous, data, the checkpoint, the first steps
 
 
+# ------------------------------------------------------------------------------------- FORMULAS
 class Links(NamedTuple):
     """Latencies of one hop in seconds, bandwidths in bytes per second."""
 
@@ -54,14 +54,22 @@ class Links(NamedTuple):
 
 def all_reduce_seconds(size: float, nodes: int, per_node: int, links: Links) -> dict[str, float]:
     """Seconds to sum `size` bytes over all ranks: {"ring": ..., "tree": ...}."""
-    ranks, between = nodes * per_node, nodes if nodes > 1 else 0
+    ranks = nodes * per_node
     if ranks == 1:
         return {"ring": 0.0, "tree": 0.0}
-    bandwidths = [links.intra_bandwidth] * (per_node > 1) + [links.inter_bandwidth] * (nodes > 1)
+    bandwidths = []
+    if per_node > 1:
+        bandwidths.append(links.intra_bandwidth)
+    if nodes > 1:
+        bandwidths.append(links.inter_bandwidth)
     transfer = size / min(bandwidths)
-    around = between * links.inter_latency + (ranks - between) * links.intra_latency
+    hops_between_nodes = nodes if nodes > 1 else 0
+    hops_in_nodes = ranks - hops_between_nodes
+    around = hops_between_nodes * links.inter_latency + hops_in_nodes * links.intra_latency
+    ring = 2 * (ranks - 1) / ranks * (around + transfer)
     down = math.log2(nodes) * links.inter_latency + (per_node - 1) * links.intra_latency
-    return {"ring": 2 * (ranks - 1) / ranks * (around + transfer), "tree": 2 * (down + transfer)}
+    tree = 2 * (down + transfer)
+    return {"ring": ring, "tree": tree}
 
 
 def step_seconds(compute: float, gradients: float, reduce) -> float:
@@ -69,13 +77,16 @@ def step_seconds(compute: float, gradients: float, reduce) -> float:
 
     compute is in seconds, gradients in bytes; reduce(bytes) returns how long a bucket takes.
     """
-    sent, free = 0.0, 0.0  # bytes sent; time when the network is free again
+    sent = 0.0  # bytes
+    network_free = 0.0  # time when the network is free again
     while sent < gradients:
-        bucket = min(BUCKET if sent else FIRST_BUCKET, gradients - sent)
-        sent += bucket
-        ready = compute * (FORWARD + (1 - FORWARD) * sent / gradients)
-        free = max(free, ready) + reduce(bucket)
-    return max(compute, free)
+        size = BUCKET if sent else FIRST_BUCKET
+        size = min(size, gradients - sent)
+        sent += size
+        backward_share = sent / gradients
+        ready = compute * (FORWARD + (1 - FORWARD) * backward_share)
+        network_free = max(network_free, ready) + reduce(size)
+    return max(compute, network_free)
 
 
 def checkpoint_interval(save: float, between_failures: float) -> float:
@@ -83,60 +94,389 @@ def checkpoint_interval(save: float, between_failures: float) -> float:
     if save >= 2 * between_failures:
         return between_failures
     x = save / (2 * between_failures)
-    return math.sqrt(2 * save * between_failures) * (1 + math.sqrt(x) / 3 + x / 9) - save
+    young = math.sqrt(2 * save * between_failures)
+    return young * (1 + math.sqrt(x) / 3 + x / 9) - save
 
 
+# ---------------------------------------------------------------------------------------- LINKS
 def links_of(args) -> Links:
     """The links measured in the file --links; the options provide the rest."""
-    links = Links(args.intra_microseconds / 1e6, args.intra_gbytes * 1e9,
-                  args.inter_microseconds / 1e6, args.inter_gbytes * 1e9)  # fmt: skip
+    links = Links(
+        intra_latency=args.intra_microseconds / 1e6,
+        intra_bandwidth=args.intra_gbytes * 1e9,
+        inter_latency=args.inter_microseconds / 1e6,
+        inter_bandwidth=args.inter_gbytes * 1e9,
+    )
     if not args.links:
         return links
     try:
-        text = Path(args.links).read_text()
-        found = re.search(r"^\[\n.*?^\]$", text, re.DOTALL | re.MULTILINE)  # in a launcher's log
-        findings = json.loads(found[0] if found else text)
-        measured = next(f["data"] for f in findings if f["check"] == "all_reduce" and f.get("data"))
-        seconds, local, ranks = measured["seconds"], measured["local"], measured["ranks"]
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        measured = read_measurement(Path(args.links))
+        seconds = measured["seconds"]  # like {"node 8192": 0.001, "all 8192": 0.002, ...}
+        per_node = measured["local"]
+        ranks = measured["ranks"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise trainer.UserError(
             f"cannot use --links {args.links} ({error!r}): it should hold the output of a launch "
             "of two or more ranks with TRAIN_SCRIPT=scripts/doctor.py and --json"
         ) from None
-    for name, p in (("node", local), ("all", ranks)):
-        sizes = sorted(int(key.split()[1]) for key in seconds if key.startswith(name))
-        if sizes:
-            inside = name == "node" or p == local
-            shape = (1, p) if inside else (ranks // local, local)
-            times = [seconds[f"{name} {size}"] for size in sizes]
-            links = fit(links, "intra" if inside else "inter", shape, sizes, times)
+    within_node = times_by_size(seconds, "node")
+    over_all = times_by_size(seconds, "all")
+    if within_node:
+        links = fit(links, "intra", 1, per_node, within_node)
+    if over_all and ranks == per_node:
+        links = fit(links, "intra", 1, per_node, over_all)
+    elif over_all:
+        links = fit(links, "inter", ranks // per_node, per_node, over_all)
     return links
 
 
-def fit(links: Links, which: str, shape: tuple[int, int], sizes, times) -> Links:
+def read_measurement(path: Path) -> dict:
+    """What the doctor's check "all_reduce" found. The file may be the log of the whole launch."""
+    text = path.read_text()
+    json_in_log = re.search(r"^\[\n.*?^\]$", text, re.DOTALL | re.MULTILINE)
+    if json_in_log:
+        text = json_in_log[0]
+    for finding in json.loads(text):
+        if finding["check"] == "all_reduce" and finding.get("data"):
+            return finding["data"]
+    raise KeyError("all_reduce")
+
+
+def times_by_size(seconds: dict[str, float], group: str) -> dict[int, float]:
+    """{bytes: seconds}, smallest size first, of the measurements in this group of ranks."""
+    times = {}
+    for key, value in seconds.items():
+        name, size = key.split()
+        if name == group:
+            times[int(size)] = value
+    return dict(sorted(times.items()))
+
+
+def fit(links: Links, which: str, nodes: int, per_node: int, times: dict[int, float]) -> Links:
     """Links for which the model gives the measured times of a small and a large all_reduce."""
-    p = math.prod(shape)
-    bandwidth = 2 * (p - 1) / p * (sizes[1] - sizes[0]) / max(times[1] - times[0], 1e-9)
-    low, high = 0.0, times[0]
-    for _ in range(60):
-        middle = (low + high) / 2
-        new = {f"{which}_bandwidth": bandwidth, f"{which}_latency": middle}
-        links = links._replace(**new)
-        too_fast = min(all_reduce_seconds(sizes[0], *shape, links).values()) < times[0]
-        low, high = (middle, high) if too_fast else (low, middle)
+    ranks = nodes * per_node
+    (small, small_time), (large, large_time) = list(times.items())[:2]
+    slope = max(large_time - small_time, 1e-9) / (large - small)  # seconds per byte
+    bandwidth = 2 * (ranks - 1) / ranks / slope
+    low = 0.0
+    high = small_time
+    for _ in range(60):  # bisection
+        latency = (low + high) / 2
+        links = links._replace(**{f"{which}_bandwidth": bandwidth, f"{which}_latency": latency})
+        predicted = min(all_reduce_seconds(small, nodes, per_node, links).values())
+        if predicted < small_time:
+            low = latency
+        else:
+            high = latency
     return links
 
 
+# ------------------------------------------------------------------------------ DATA AND MODEL
+def describe_data(task: trainer.Task, args) -> None:
+    """Set args.samples and task.spec, which the model needs: those of the data, or the options."""
+    if args.samples is None and args.dataset != "mnist":
+        train_set, _ = task.data(args)
+        args.samples = len(train_set)
+        classes = len(task.spec["classes"])
+    else:  # does not need the data on this machine
+        args.samples = args.samples or 60_000
+        classes = 10 if is_digits(args) else 1000
+    classes = args.classes or classes
+    task.spec = {"classes": [str(number) for number in range(classes)]}
+
+
+def is_digits(args) -> bool:
+    return args.dataset.startswith("mnist")
+
+
+def measure_model(task: trainer.Task, args) -> dict[str, float]:
+    """Bytes and floating point operations, counted in passes over two small batches.
+
+    "activations" are the bytes per sample that are kept for the backward pass. The inputs are fake
+    tensors (shapes and types without data), so only the weights need memory and no kernel runs:
+    bf16 kernels would kill the process on a machine that lists AMX but traps it.
+    """
+    model = task.model(args).train()
+    if args.activation_checkpointing:
+        trainer.recompute_activations(task.blocks(model), args.compile)
+    few = 2  # samples
+    more = 4
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the weights
+        activations_of_few = bytes_kept(model, fake_images(task, args, few), args.amp)
+        activations_of_more = bytes_kept(model, fake_images(task, args, more), args.amp)
+        with FlopCounterMode(display=False) as counter:
+            forward(model, fake_images(task, args, more), args.amp).backward()
+    parameters = sum(p.numel() for p in model.parameters())
+    weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    moments = 2 if args.optimizer == "adamw" else 1
+    optimizer = 4 * moments * parameters
+    activations = (activations_of_more - activations_of_few) / (more - few)
+    return {
+        "parameters": parameters,
+        "gradients": 4 * parameters,
+        "optimizer": optimizer,
+        "checkpoint": weights + optimizer,
+        "activations": max(0, activations),
+        "operations": counter.get_total_flops() / more,
+    }
+
+
+def fake_images(task: trainer.Task, args, samples: int) -> torch.Tensor:
+    size = args.image_size or (28 if is_digits(args) else 224)
+    images = torch.zeros(samples, task.channels(args), size, size)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def forward(model: torch.nn.Module, images: torch.Tensor, amp: str) -> torch.Tensor:
+    """The sum of all outputs: what the backward pass begins with."""
+    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
+    with torch.autocast("cpu", dtype, enabled=amp != "off"):
+        return model(images).float().sum()
+
+
+def bytes_kept(model: torch.nn.Module, images: torch.Tensor, amp: str) -> int:
+    """Bytes that a forward pass keeps for the backward pass, without the weights."""
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage  # keeps it alive: its address must not be reused
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward(model, images, amp)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+# ------------------------------------------------------------------------------------ THE PLAN
+@dataclass
+class Plan:
+    """The predicted figures: times in seconds, sizes in bytes."""
+
+    nodes: int
+    per_node: int
+    ranks: int
+    links: Links
+    model: dict[str, float]  # see measure_model()
+    micro_batches: int  # in a step
+    per_rank: int  # micro-batches of the busiest rank
+    steps_per_epoch: int
+    speed: float  # samples per second on each GPU, while it computes
+    compute: float  # per step
+    step: float
+    rate: float  # samples per second on all GPUs
+    save: float
+    epoch: float
+    run: float  # all epochs
+    between_failures: float
+    interval: float  # between checkpoints
+    lost: float  # share of the time
+    requeues: int
+    memory: dict[str, float]  # on each GPU
+
+
+def predict(args) -> Plan:
+    """All predicted figures. UserError if the run is not possible."""
+    nodes = args.nodes or 1
+    per_node = args.gpus_per_node or 8
+    ranks = nodes * per_node
+    task = trainer.Task()
+    describe_data(task, args)
+    if args.samples < ranks:
+        raise trainer.UserError(f"{args.samples} samples for {ranks} ranks: lower --nodes")
+    args.global_batch_size = args.global_batch_size or args.batch_size * ranks
+    sampler = trainer.MicroBatchSampler(args.samples, args, trainer.World())
+    if sampler.per_step < ranks:
+        text = f"{sampler.per_step} micro-batches of {args.batch_size} for {ranks} ranks"
+        raise trainer.UserError(f"{text}: lower --batch-size or raise --global-batch-size")
+    model = measure_model(task, args)
+    links = links_of(args)
+
+    def reduce(size: float) -> float:
+        return min(all_reduce_seconds(size, nodes, per_node, links).values())
+
+    per_rank = math.ceil(sampler.per_step / ranks)
+    speed = args.samples_per_second or 1e12 * args.tflops / model["operations"]
+    compute = args.batch_size * per_rank / speed
+    last_pass = args.batch_size / speed  # gradients are sent during the last backward pass
+    step = compute - last_pass + step_seconds(last_pass, model["gradients"], reduce)
+
+    save = model["checkpoint"] / (1e9 * args.disk_gbytes)
+    epoch = sampler.steps_per_epoch * step + save
+    run = args.epochs * epoch
+    between_failures = 3600 * args.node_failure_hours / nodes
+    interval = checkpoint_interval(save, between_failures)
+    lost_per_failure = interval / 2 + START_SECONDS
+    limit = 3600 * args.time_limit_hours
+    time_for_saving = min(120, limit / 10)  # as in the trainer
+    usable = limit - START_SECONDS - time_for_saving
+    if usable <= 0:
+        raise trainer.UserError("--time-limit-hours leaves no time to train: raise it")
+
+    memory = {
+        "weights": model["gradients"],  # as large as the gradients
+        "gradients": model["gradients"],
+        "optimizer": model["optimizer"],
+        "activations": model["activations"] * args.batch_size,
+        "CUDA": OVERHEAD,
+    }
+    return Plan(
+        nodes=nodes,
+        per_node=per_node,
+        ranks=ranks,
+        links=links,
+        model=model,
+        micro_batches=sampler.per_step,
+        per_rank=per_rank,
+        steps_per_epoch=sampler.steps_per_epoch,
+        speed=speed,
+        compute=compute,
+        step=step,
+        rate=args.global_batch_size / step,
+        save=save,
+        epoch=epoch,
+        run=run,
+        between_failures=between_failures,
+        interval=interval,
+        lost=save / interval + lost_per_failure / between_failures,
+        requeues=max(0, math.ceil(run / usable) - 1),
+        memory=memory,
+    )
+
+
+def print_plan(args, plan: Plan) -> None:
+    print_line("Plan", f"{args.model} on {plan.ranks} ranks ({plan.nodes} x {plan.per_node})")
+    print_steps(args, plan)
+    print_communication(args, plan)
+    efficiency = 100 * plan.rate / plan.ranks / plan.speed
+    scaling = f"{efficiency:.1f} % of linear scaling, {plan.rate:.0f} samples/s"
+    print_line("step", f"{time_of(plan.step)}: {scaling}; {time_of(plan.run)} in all")
+    print_line("data", f"{plan.rate / plan.nodes:.0f} samples/s for each node to read")
+    total = size_of(sum(plan.memory.values()))
+    parts = ", ".join(f"{name} {size_of(size)}" for name, size in plan.memory.items())
+    print_line("memory", f"{total} of {args.gpu_gbytes:g} GB on each GPU, at least: {parts}")
+    print_checkpoints(plan)
+    time_limit = time_of(3600 * args.time_limit_hours)
+    print_line("requeues", f"{plan.requeues} with a time limit of {time_limit}")
+
+
+def print_steps(args, plan: Plan) -> None:
+    batch = f"{args.global_batch_size} = {plan.micro_batches} micro-batches of {args.batch_size}"
+    print_line("steps", f"Global batch {batch}; {plan.steps_per_epoch} steps per epoch")
+    steps = args.epochs * plan.steps_per_epoch
+    each = args.samples / plan.ranks
+    text = f"{steps} steps in all (--epochs {args.epochs})"
+    print_line("", f"{text}; {each:.0f} samples per rank and epoch")
+    source = f"estimated from --tflops {args.tflops:g}"
+    if args.samples_per_second:
+        source = "measured"
+    text = f"{time_of(plan.compute)} per step: {plan.speed:.0f} samples/s on each GPU ({source})"
+    print_line("compute", f"{text}, {plan.model['operations'] / 1e9:.2f} GFLOP per sample")
+
+
+def print_communication(args, plan: Plan) -> None:
+    size = plan.model["gradients"]
+    parameters = plan.model["parameters"]
+    print_line("gradients", f"{size_of(size)} per step from each rank, {parameters} parameters")
+    links = plan.links
+    intra = f"{links.intra_bandwidth / 1e9:.3g} GB/s and {1e6 * links.intra_latency:.3g} us per hop"
+    inter = f"{links.inter_bandwidth / 1e9:.3g} GB/s and {1e6 * links.inter_latency:.3g} us"
+    source = f"measured, {args.links}" if args.links else "options or assumptions"
+    print_line("links", f"in a node {intra}, between nodes {inter} ({source})")
+    ways = all_reduce_seconds(size, plan.nodes, plan.per_node, links)
+    times = ", ".join(f"{way} {time_of(seconds)}" for way, seconds in ways.items())
+    print_line("all_reduce", f"of all gradients at once: {times}")
+
+
+def print_checkpoints(plan: Plan) -> None:
+    size = size_of(plan.model["checkpoint"])
+    share = 100 * plan.save / plan.epoch
+    text = f"{size}, {time_of(plan.save)} to write at the end of each epoch"
+    print_line("checkpoint", f"{text}, {share:.2g} % of it")
+    steps = max(1, round(plan.interval / plan.step))
+    option = f"--checkpoint-every-steps {steps}"
+    if plan.interval > plan.run:
+        option = "the run is shorter"
+    failures = f"failures of nodes: one every {time_of(plan.between_failures)}"
+    best = f"checkpoints every {time_of(plan.interval)} lose the least time"
+    print_line("", f"{failures}; {best}, {100 * plan.lost:.2g} % ({option})")
+
+
+def print_line(name: str, text: str) -> None:
+    """The name "" continues the line above."""
+    print(f"{name:11} {text}")
+
+
+def warnings(args, plan: Plan) -> list[str]:
+    advice = []
+    if sum(plan.memory.values()) > 1e9 * args.gpu_gbytes:
+        advice.append("out of memory: lower --batch-size or set --activation-checkpointing")
+    if plan.save > plan.epoch / 20:
+        advice.append(
+            "saving takes more than 5 % of an epoch: see docs/recipes/async_checkpoint.patch"
+        )
+    if plan.micro_batches % plan.ranks:
+        even = args.batch_size * plan.per_rank * plan.ranks
+        idle = f"{plan.micro_batches} micro-batches on {plan.ranks} ranks: some ranks wait for"
+        advice.append(f"{idle} others; --global-batch-size {even} keeps all busy")
+    if args.dataset == "imagefolder":
+        cores = plan.rate / plan.nodes / JPEGS
+        advice.append(
+            f"decoding JPEG files takes {cores:.0f} cores of each node, at an assumed {JPEGS} "
+            "files per second and core (benchmarks/loader.py measures it)"
+        )
+    if plan.compute / plan.step < 0.9:
+        advice.append(
+            "the links limit the throughput: with a larger --global-batch-size the ranks "
+            "communicate less often"
+        )
+    if not args.samples_per_second:
+        advice.append(
+            "without --samples-per-second, times are rough estimates; small networks are slower"
+        )
+    if plan.steps_per_epoch < 50:
+        advice.append(
+            f"only {plan.steps_per_epoch} steps per epoch: see docs/SCALING.md on large batches"
+        )
+    return advice
+
+
+def size_of(number: float) -> str:
+    """For example 46.8 MB."""
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6}
+    for unit, size in units.items():
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e3:.3g} kB"
+
+
+def time_of(seconds: float) -> str:
+    """For example 35 min: in the largest unit of which there are at least two."""
+    units = {"days": 86400, "h": 3600, "min": 60, "s": 1, "ms": 1e-3}
+    for unit, length in units.items():
+        least = 1 if unit == "s" else 2 * length
+        if seconds >= least:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{1e6 * seconds:.3g} us"
+
+
+# ------------------------------------------------------------------------------------- OPTIONS
 def positive_number(text: str) -> float:
-    if not 0 < (number := float(text)) < math.inf:
+    number = float(text)
+    if not 0 < number < math.inf:
         raise ValueError
     return number
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> trainer.Parser:
+    """The trainer's options, and those of the group "plan"."""
     parser = trainer.build_parser()
-    parser.prog, parser.description = "plan.py", __doc__
-    add, number = parser.add_argument_group("plan").add_argument, positive_number
+    parser.prog = "plan.py"
+    parser.description = __doc__
+    add = parser.add_argument_group("plan").add_argument
+    number = positive_number
     add("--samples", type=trainer.positive_int, help="training samples [counted in --data-dir]")
     add("--classes", type=trainer.positive_int, help="classes [counted in --data-dir]")
     add("--samples-per-second", type=number, help="throughput of one GPU [from --tflops]")
@@ -153,192 +493,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def describe_data(args) -> trainer.DataSpec:
-    """Shape and classes of the training data; sets args.samples."""
-    if args.samples is None and args.dataset != "mnist":
-        images, _, spec = trainer.get_datasets(args)
-        args.samples = len(images)
-    else:  # does not need the data on this machine
-        args.samples = args.samples or 60_000
-        digits = args.dataset.startswith("mnist")
-        channels = 1 if digits and args.model == "simple_convnet" else 3
-        size = args.image_size or (28 if digits else 224)
-        spec = trainer.DataSpec(channels, size, 10 if digits else 1000)
-    return spec._replace(classes=args.classes or spec.classes)
-
-
-def measure_model(args, spec) -> dict[str, float]:
-    """Bytes and floating point operations, counted in passes over two small batches.
-
-    "activations" are the bytes per sample that are kept for the backward pass. The inputs are fake
-    tensors (shapes and types without data), so only the weights need memory and no kernel runs:
-    bf16 kernels would kill the process on a machine that lists AMX but traps it.
-    """
-    dtype = torch.float16 if args.amp == "fp16" else torch.bfloat16
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if (place := tensor.untyped_storage()._cdata) not in weights:
-            kept[place] = tensor  # keeps it alive: its address must not be reused
-        return tensor
-
-    def forward(samples: int) -> torch.Tensor:
-        images = torch.zeros(samples, spec.channels, spec.size, spec.size)
-        images = images.contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cpu", dtype, enabled=args.amp != "off"):
-            return model(images).float().sum()
-
-    model = trainer.build_model(args, spec).train()
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    for stage in model.children() if args.activation_checkpointing else ():
-        for block in stage.children():  # as the trainer's Run does
-            block.register_forward_pre_hook(lambda _, inputs: [*map(keep, inputs)] and None)
-            recompute = functools.partial(trainer.recompute, use_reentrant=False)
-            block.forward = functools.partial(recompute, block.forward)
-    bytes_kept = []
-    with FakeTensorMode(allow_non_fake_inputs=True):  # the weights
-        for samples in (2, 4):
-            kept.clear()
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                forward(samples)
-            bytes_kept.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
-        with FlopCounterMode(display=False) as counter:
-            forward(samples).backward()
-    parameters = sum(p.numel() for p in model.parameters())
-    state = sum(t.numel() * t.element_size() for t in model.state_dict().values())
-    momenta = (8 if args.optimizer == "adamw" else 4) * parameters
-    return {
-        "parameters": parameters,
-        "gradients": 4 * parameters,
-        "optimizer": momenta,
-        "checkpoint": state + momenta,
-        "activations": max(0, bytes_kept[1] - bytes_kept[0]) / 2,
-        "operations": counter.get_total_flops() / samples,
-    }
-
-
-def predict(args) -> SimpleNamespace:
-    """All predicted figures: times in seconds, sizes in bytes."""
-    p = SimpleNamespace(nodes=args.nodes or 1, each=args.gpus_per_node or 8)
-    p.ranks = p.nodes * p.each
-    spec = describe_data(args)
-    if args.samples < p.ranks:
-        raise trainer.UserError(f"{args.samples} samples for {p.ranks} ranks: lower --nodes")
-    args.global_batch_size = args.global_batch_size or args.batch_size * p.ranks
-    sampler = trainer.MicroBatchSampler(args.samples, args, trainer.World())
-    p.micro_batches, p.steps_per_epoch = sampler.per_step, sampler.steps_per_epoch
-    if p.micro_batches < p.ranks:
-        text = f"{p.micro_batches} micro-batches of {args.batch_size} for {p.ranks} ranks"
-        raise trainer.UserError(f"{text}: lower --batch-size or raise --global-batch-size")
-    vars(p).update(measure_model(args, spec), links=links_of(args))
-
-    def reduce(size: float) -> float:
-        return min(all_reduce_seconds(size, p.nodes, p.each, p.links).values())
-
-    p.per_rank = -(-p.micro_batches // p.ranks)
-    p.speed = args.samples_per_second or 1e12 * args.tflops / p.operations
-    p.compute = args.batch_size * p.per_rank / p.speed
-    last_pass = args.batch_size / p.speed  # gradients are sent during the last backward pass
-    p.step = p.compute - last_pass + step_seconds(last_pass, p.gradients, reduce)
-    p.rate = args.global_batch_size / p.step
-    p.save = p.checkpoint / (1e9 * args.disk_gbytes)
-    p.epoch = p.steps_per_epoch * p.step + p.save
-    p.whole = args.epochs * p.epoch
-    p.failures = 3600 * args.node_failure_hours / p.nodes
-    p.interval = checkpoint_interval(p.save, p.failures)
-    p.lost = p.save / p.interval + (p.interval / 2 + START_SECONDS) / p.failures
-    limit = 3600 * args.time_limit_hours
-    usable = limit - START_SECONDS - min(120, limit / 10)  # time reserved for saving
-    if usable <= 0:
-        raise trainer.UserError("--time-limit-hours leaves no time to train: raise it")
-    p.requeues = max(0, math.ceil(p.whole / usable) - 1)
-    p.memory = {"weights": p.gradients, "gradients": p.gradients, "optimizer": p.optimizer}
-    p.memory |= {"activations": p.activations * args.batch_size, "CUDA": OVERHEAD}
-    return p
-
-
-def describe(args, p: SimpleNamespace) -> list[tuple[str, str]]:
-    """The lines to print, as (name, text); the name "" continues the line above."""
-    all_at_once = all_reduce_seconds(p.gradients, p.nodes, p.each, p.links)
-    often = f"--checkpoint-every-steps {max(1, round(p.interval / p.step))}"
-    source = "measured" if args.samples_per_second else f"estimated from --tflops {args.tflops:g}"
-    return [
-        ("Plan", f"{args.model} on {p.ranks} ranks ({p.nodes} x {p.each})"),
-        ("steps", f"Global batch {args.global_batch_size} = {p.micro_batches} micro-batches of "
-                  f"{args.batch_size}; {p.steps_per_epoch} steps per epoch"),
-        ("", f"{args.epochs * p.steps_per_epoch} steps in all (--epochs {args.epochs}); "
-             f"{args.samples / p.ranks:.0f} samples per rank and epoch"),
-        ("compute", f"{time_of(p.compute)} per step: {p.speed:.0f} samples/s on each GPU "
-                    f"({source}), {p.operations / 1e9:.2f} GFLOP per sample"),
-        ("gradients", f"{size_of(p.gradients)} per step from each rank, {p.parameters} parameters"),
-        ("links", f"in a node {p.links.intra_bandwidth / 1e9:.3g} GB/s and "
-                  f"{1e6 * p.links.intra_latency:.3g} us per hop, between nodes "
-                  f"{p.links.inter_bandwidth / 1e9:.3g} GB/s and "
-                  f"{1e6 * p.links.inter_latency:.3g} us "
-                  f"({f'measured, {args.links}' if args.links else 'options or assumptions'})"),
-        ("all_reduce", "of all gradients at once: "
-                       + ", ".join(f"{way} {time_of(t)}" for way, t in all_at_once.items())),
-        ("step", f"{time_of(p.step)}: {100 * p.rate / p.ranks / p.speed:.1f} % of linear scaling, "
-                 f"{p.rate:.0f} samples/s; {time_of(p.whole)} in all"),
-        ("data", f"{p.rate / p.nodes:.0f} samples/s for each node to read"),
-        ("memory", f"{size_of(sum(p.memory.values()))} of {args.gpu_gbytes:g} GB on each GPU, at "
-                   "least: " + ", ".join(f"{name} {size_of(n)}" for name, n in p.memory.items())),
-        ("checkpoint", f"{size_of(p.checkpoint)}, {time_of(p.save)} to write at the end of each "
-                       f"epoch, {100 * p.save / p.epoch:.2g} % of it"),
-        ("", f"failures of nodes: one every {time_of(p.failures)}; checkpoints every "
-             f"{time_of(p.interval)} lose the least time, {100 * p.lost:.2g} % "
-             f"({'the run is shorter' if p.interval > p.whole else often})"),
-        ("requeues", f"{p.requeues} with a time limit of {time_of(3600 * args.time_limit_hours)}"),
-    ]  # fmt: skip
-
-
-def advise(args, p: SimpleNamespace) -> list[str]:
-    even, cores = args.batch_size * p.per_rank * p.ranks, p.rate / p.nodes / JPEGS
-    advice = {
-        "out of memory: lower --batch-size or set --activation-checkpointing":
-            sum(p.memory.values()) > 1e9 * args.gpu_gbytes,
-        "saving takes more than 5 % of an epoch: see docs/recipes/async_checkpoint.patch":
-            p.save > p.epoch / 20,
-        f"{p.micro_batches} micro-batches on {p.ranks} ranks: some ranks wait for others; "
-        f"--global-batch-size {even} keeps all busy":
-            p.micro_batches % p.ranks,
-        f"decoding JPEG files takes {cores:.0f} cores of each node, at an assumed {JPEGS} files "
-        "per second and core (benchmarks/loader.py measures it)":
-            args.dataset == "imagefolder",
-        "the links limit the throughput: with a larger --global-batch-size the ranks communicate "
-        "less often":
-            p.compute / p.step < 0.9,
-        "without --samples-per-second, times are rough estimates; small networks are slower":
-            not args.samples_per_second,
-        f"only {p.steps_per_epoch} steps per epoch: see docs/SCALING.md on large batches":
-            p.steps_per_epoch < 50,
-    }  # fmt: skip
-    return [text for text, applies in advice.items() if applies]
-
-
-def size_of(number: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number / 1e3:.3g} kB"
-
-
-def time_of(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
-        if seconds >= 2 * length or (unit == "s" and seconds >= 1):
-            return f"{seconds / length:.3g} {unit}"
-    return f"{1e6 * seconds:.3g} us"
-
-
 def main() -> int:
     try:
         args = trainer.parse_config(sys.argv[1:], build_parser())
-        figures = predict(args)
+        plan = predict(args)
     except trainer.UserError as error:
         print(f"plan.py: error: {error}", file=sys.stderr)
         return 2
-    for name, text in [*describe(args, figures), *(("WARN", a) for a in advise(args, figures))]:
-        print(f"{name:11} {text}")
+    print_plan(args, plan)
+    for text in warnings(args, plan):
+        print_line("WARN", text)
     return 0
 
 

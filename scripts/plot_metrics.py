@@ -1,79 +1,162 @@
 #!/usr/bin/env python3
-"""Draw loss and accuracy of one or more runs, side by side in one PNG.
+"""Draw the metrics of one or more runs in one PNG, a panel for each metric.
 
     python scripts/plot_metrics.py checkpoints                      # -> checkpoints/metrics.png
     python scripts/plot_metrics.py runs/a runs/b -o comparison.png  # runs compared
 
 A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
-metrics.jsonl. Dots: the test set after each epoch.
+metrics.jsonl. Dots: the test set after each epoch. A loss has a logarithmic scale if it is always
+positive; shares whose name ends in "accuracy" are in percent.
 """
 
 import argparse
 import json
+import math
+import re
 import sys
 from pathlib import Path
 
+NOT_METRICS = re.compile(r"kind|step|time|epoch|lr(_\d+)?|samples_per_second")
+COLUMNS = 3  # panels side by side at most
 
-def read_records(run: Path) -> dict[str, list[dict]]:
-    """{"train": records, "epoch": records} of a run; exits with an error if there are none."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except OSError as error:
-        sys.exit(f"plot_metrics.py: error: {run} is not a run directory ({error.strerror})")
-    records: dict[str, list[dict]] = {"train": [], "epoch": []}
-    for line in lines:
+
+class UserError(Exception):
+    """Something the user can fix: printed as one sentence, without a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError where argparse would print its usage and exit."""
+
+    def error(self, message: str):
+        raise UserError(message)
+
+
+class Run:
+    """What a run has recorded."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.train: list[dict] = []
+        self.epochs: list[dict] = []
+        path = directory / "metrics.jsonl"
         try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # half a line: the run is being written, or was killed
-        records[record["kind"]].append(record)
-    if not records["train"]:
-        sys.exit(f"plot_metrics.py: error: {run}/metrics.jsonl has no records yet")
-    return records
+            lines = path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            raise UserError(f"{directory} is not a run directory ({error.strerror})") from None
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # half a line: the run is being written, or was killed
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                continue  # of another program
+            if record.get("kind") == "train":
+                self.train.append(record)
+            elif record.get("kind") == "epoch":
+                self.epochs.append(record)
+        if not self.metrics():
+            raise UserError(f"{path} has no records yet")
+
+    def metrics(self) -> list[str]:
+        """Their names, as in Task.report(): in the order of the file, the loss first."""
+        names = []
+        for record in self.train + self.epochs:
+            for key in record:
+                name = key.removeprefix("test_")
+                if not NOT_METRICS.fullmatch(name) and name not in names:
+                    names.append(name)
+        return loss_first(names)
+
+    def training_points(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of each record; of each epoch if only epochs have this metric."""
+        return points(self.train, name) or points(self.epochs, name)
+
+    def test_points(self, name: str) -> list[tuple[int, float]]:
+        return points(self.epochs, f"test_{name}")
 
 
-def draw(runs: list[Path], output: Path) -> None:
+def points(records: list[dict], key: str) -> list[tuple[int, float]]:
+    return [(record["step"], record[key]) for record in records if key in record]
+
+
+def loss_first(names: list[str]) -> list[str]:
+    return sorted(names, key=lambda name: name != "loss")
+
+
+def draw(runs: list[Run], output: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # draws without a screen
     from matplotlib import pyplot
 
-    figure, (loss, accuracy) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    all_names = [name for run in runs for name in run.metrics()]
+    names = loss_first(list(dict.fromkeys(all_names)))
+    columns = min(len(names), COLUMNS)
+    rows = math.ceil(len(names) / columns)
+    size = (5.5 * columns, 4.2 * rows)
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    for number, name in enumerate(names, start=1):
+        draw_panel(figure.add_subplot(rows, columns, number), name, runs)
+    try:
+        figure.savefig(output, dpi=120)
+    except (OSError, ValueError) as error:  # ValueError: a file format it does not know
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write {output}: {reason}") from None
+
+
+def draw_panel(axes, name: str, runs: list[Run]) -> None:
+    """The metric of all runs that have it."""
+    is_share = name.endswith("accuracy")
+    scale = 100 if is_share else 1
+    drawn = []  # all values
     for number, run in enumerate(runs):
-        records, color = read_records(run), f"C{number}"
-        name = run.name if len(runs) > 1 else ""
-        for axes, key, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
-            train = [(r["step"], scale * r[key]) for r in records["train"]]
-            style = {"color": color, "alpha": 0.5, "lw": 1, "label": f"{name} training".strip()}
-            axes.plot(*zip(*train), **style, marker="." if len(train) == 1 else None)
-            if records["epoch"]:
-                test = [(r["step"], scale * r[f"test_{key}"]) for r in records["epoch"]]
-                last = f"{test[-1][1]:.4f}" if key == "loss" else f"{test[-1][1]:.2f} %"
-                label = f"{name} test, last {last}".strip()
-                axes.plot(*zip(*test), "o-", color=color, label=label)
-    loss.set(title="Loss", xlabel="step", yscale="log")
-    accuracy.set(title="Accuracy", xlabel="step", ylabel="%")
-    for axes in (loss, accuracy):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(output, dpi=120)
+        color = f"C{number}"
+        label = run.directory.name if len(runs) > 1 else ""
+        training = run.training_points(name)
+        if training:
+            steps = [step for step, _ in training]
+            values = [scale * value for _, value in training]
+            marker = "." if len(training) == 1 else None  # a line of one point is invisible
+            text = f"{label} training".strip()
+            axes.plot(steps, values, color=color, alpha=0.5, lw=1, marker=marker, label=text)
+            drawn += values
+        test = run.test_points(name)
+        if test:
+            steps = [step for step, _ in test]
+            values = [scale * value for _, value in test]
+            last = f"{values[-1]:.2f} %" if is_share else f"{values[-1]:.4g}"
+            text = f"{label} test, last {last}".strip()
+            axes.plot(steps, values, "o-", color=color, label=text)
+            drawn += values
+    axes.set_title(name.replace("_", " ").capitalize())
+    axes.set_xlabel("step")
+    if is_share:
+        axes.set_ylabel("%")
+    if name.endswith("loss") and min(drawn) > 0:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
-def main() -> None:
-    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
-    parser = argparse.ArgumentParser(**style)
+def main() -> int:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=style)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     parser.add_argument("-o", "--output", type=Path, help="PNG file [metrics.png in the first RUN]")
-    options = parser.parse_args()
-    output = options.output or options.runs[0] / "metrics.png"
     try:
-        draw(options.runs, output)
+        options = parser.parse_args()
+        output = options.output or options.runs[0] / "metrics.png"
+        draw([Run(directory) for directory in options.runs], output)
+    except UserError as error:
+        print(f"plot_metrics.py: error: {error}", file=sys.stderr)
+        return 2
     except ImportError:
-        sys.exit("plot_metrics.py: error: it needs one more package: pip install matplotlib")
-    except OSError as error:
-        sys.exit(f"plot_metrics.py: error: cannot write {output}: {error.strerror}")
+        text = "it needs one more package: pip install matplotlib"
+        print(f"plot_metrics.py: error: {text}", file=sys.stderr)
+        return 2
     print(f"Wrote {output}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

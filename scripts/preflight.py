@@ -35,7 +35,8 @@ PROGRAM = Path(sys.argv[0]).name  # preflight.py, or doctor.py, which imports th
 def refuse(text: str, cause: str = "configuration") -> None:
     """Print why the launch would fail, and exit with code 2; only warn if PREFLIGHT=0."""
     if os.environ.get("PREFLIGHT") == "0" and PROGRAM != "doctor.py":
-        return print(f"{PROGRAM}: WARNING: {HOST}: {text}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: WARNING: {HOST}: {text}", file=sys.stderr, flush=True)
+        return
     print(f"{PROGRAM}: error: {HOST}: {text}", file=sys.stderr, flush=True)
     guard.write_failure(cause, text, int(os.environ.get("RANK", 0)))
     sys.exit(2)
@@ -46,27 +47,27 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 CPUINFO = Path("/proc/cpuinfo")
 MEMORY_SECONDS = 60  # to free the GPU memory of a killed attempt
+ADDRESS_REMEDY = "set MASTER_ADDR to an address that all nodes can reach"
+ANYWAY = "(or set PREFLIGHT=0 to launch anyway)"
 BF16_PROBE = "import torch; x = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(x, x)"
 
 
 def main() -> None:
     args = parse(sys.argv[1:])
     request = read_request(args.arguments)
-    if missing := checks.missing_packages(args.script):
-        packages = "pip install -r requirements.txt, or see scripts/site.sh"
-        refuse(f"{sys.executable} has no {', '.join(missing)}: {packages}")
+    check_packages(args.script)
     gpu_count = count_gpus()
     workers = args.nproc_per_node or gpu_count or 1
-    if re.findall(r"\b(nccl|gloo)\b", request)[-1:] == ["nccl"] and gpu_count < workers:
-        ask = "request GPUs, or set BACKEND=gloo"
-        refuse(f"{workers} workers for nccl, but {gpu_count} visible GPUs: {ask}")
+    check_backend(request, workers, gpu_count)
     if args.master_addr and args.master_port:
         check_master(args)
     if re.search(r"\bbf16\b", request) and not gpu_count:
         check_bf16()
     findings = checks.environment() + checks.shared_memory()
-    for finding in findings + (check_gpus() if guard.has_gpu() else []):
-        if (finding.level, finding.check) == ("FAIL", "GPU driver"):
+    if guard.has_gpu():
+        findings += check_gpus()
+    for finding in findings:
+        if finding.level == "FAIL" and finding.check == "GPU driver":
             refuse(f"{finding.observed}: {finding.remedy}")
         elif finding.level != "OK":
             text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
@@ -92,11 +93,31 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def read_request(arguments: list[str]) -> str:
     """The configuration files without comments, then the arguments, which take precedence."""
     texts = []
-    for path in (Path(argument.split("=")[-1]) for argument in arguments):
+    for argument in arguments:
+        path = Path(argument.split("=")[-1])  # FILE or --option=FILE
         with suppress(OSError):
             if path.suffix in (".yaml", ".yml", ".json", ".toml") and path.is_file():
-                texts.append(re.sub(r"#.*", "", path.read_text(errors="replace")))
+                text = path.read_text(errors="replace")
+                texts.append(re.sub(r"#.*", "", text))
     return " ".join(texts + arguments)
+
+
+def check_packages(script: str) -> None:
+    missing = checks.missing_packages(script)
+    if missing:
+        remedy = "pip install -r requirements.txt, or see scripts/site.sh"
+        refuse(f"{sys.executable} has no {', '.join(missing)}: {remedy}")
+
+
+def check_backend(request: str, workers: int, gpu_count: int) -> None:
+    """nccl, the default where there are GPUs, needs a GPU for each worker."""
+    backends = re.findall(r"\b(nccl|gloo)\b", request)
+    backend = "nccl" if gpu_count else "gloo"
+    if backends:
+        backend = backends[-1]
+    if backend == "nccl" and gpu_count < workers:
+        remedy = "request GPUs, or set BACKEND=gloo"
+        refuse(f"{workers} workers for nccl, but {gpu_count} visible GPUs: {remedy}")
 
 
 def count_gpus() -> int:
@@ -109,47 +130,69 @@ def count_gpus() -> int:
 
 def check_master(args: argparse.Namespace) -> None:
     """The port must be free on the master, and the other nodes must reach the master."""
-    master, port = args.master_addr, args.master_port
-    remedy = "set MASTER_ADDR to an address that all nodes can reach"
-    otherwise = "(or set PREFLIGHT=0 to launch anyway)"
     try:
-        found = socket.getaddrinfo(master, port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(args.master_addr, args.master_port, type=socket.SOCK_STREAM)
     except OSError as error:
-        return refuse(f"master {master} is unknown here ({error.strerror}): {remedy}")
-    address = found[0][4][0]
+        text = f"master {args.master_addr} is unknown here ({error.strerror})"
+        refuse(f"{text}: {ADDRESS_REMEDY}")
+        return
     if args.node_rank == 0:
-        errors = [error_of(bind, *info) for info in found]
-        if any(error and error.errno == errno.EADDRINUSE for error in errors):
-            text = f"port {port} is in use here, on the master"
-            refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
-        elif all(errors) and not any(map(reaches_this_host, found)):
-            text = f"node rank 0 is here, but master {master} ({address}) is not"
-            text += f" ({errors[0].strerror}): set MASTER_ADDR to an address of this host"
-            refuse(f"{text} {otherwise}")
-    elif all(guard.LOOPBACK.match(info[4][0]) for info in found):
+        check_port(args.master_addr, args.master_port, found)
+    else:
+        check_connection(args.master_addr, args.master_port, found)
+
+
+def check_port(master: str, port: int, found: list[tuple]) -> None:
+    """On node rank 0. found: what socket.getaddrinfo() returns for the master"""
+    errors = [error_of(bind, info) for info in found]
+    if any(error and error.errno == errno.EADDRINUSE for error in errors):
+        text = f"port {port} is in use here, on the master"
+        refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
+    elif None not in errors and not any(reaches_this_host(info) for info in found):
+        address = found[0][4][0]
+        text = f"node rank 0 is here, but master {master} ({address}) is not"
+        text += f" ({errors[0].strerror}): set MASTER_ADDR to an address of this host"
+        refuse(f"{text} {ANYWAY}")
+
+
+def check_connection(master: str, port: int, found: list[tuple]) -> None:
+    """On the other nodes. found: what socket.getaddrinfo() returns for the master"""
+    addresses = [info[4][0] for info in found]
+    address = addresses[0]
+    if all(guard.LOOPBACK.match(one) for one in addresses):
         text = f"master {master} resolves to {address}, which is this node itself"
-        refuse(f"{text}: {remedy} {otherwise}")
-    elif all(errors := [error_of(connect, *info) for info in found]):
+        refuse(f"{text}: {ADDRESS_REMEDY} {ANYWAY}")
+        return
+    errors = [error_of(connect, info) for info in found]
+    if None not in errors:
         why = errors[0].strerror or errors[0]
-        check = f"check that {master} is up and that MASTER_ADDR is right {otherwise}"
-        refuse(f"cannot connect to master node at {address}:{port}: {why}: {check}", "node lost")
+        remedy = f"check that {master} is up and that MASTER_ADDR is right {ANYWAY}"
+        refuse(f"cannot connect to master node at {address}:{port}: {why}: {remedy}", "node lost")
 
 
 def check_gpus() -> list[checks.Finding]:
     """checks.gpus(). After a killed attempt, first wait for its GPU memory to be freed."""
     attempt = int(os.environ.get("ATTEMPT") or 1)
-    deadline = time.monotonic() + (MEMORY_SECONDS if attempt > 1 else 0)
-    logged = False
+    patience = MEMORY_SECONDS if attempt > 1 else 0
+    deadline = time.monotonic() + patience
+    is_logged = False
     while True:
         findings = checks.attempt(checks.gpus)
-        held = [f for f in findings if f.data and not any(map(is_of_others, f.data["pids"]))]
+        held = [finding for finding in findings if is_own_memory(finding)]
         if not held or time.monotonic() > deadline:
             return findings
-        if not logged:
+        if not is_logged:
             text = f"{PROGRAM}: {HOST}: waiting up to {MEMORY_SECONDS} s: {held[0].observed}"
             print(text, file=sys.stderr, flush=True)
-            logged = True
+            is_logged = True
         time.sleep(1)
+
+
+def is_own_memory(finding: checks.Finding) -> bool:
+    """Whether GPU memory is in use, and not by processes of another user."""
+    if not finding.data:
+        return False
+    return not any(is_of_others(pid) for pid in finding.data["pids"])
 
 
 def is_of_others(pid: str) -> bool:
@@ -159,12 +202,15 @@ def is_of_others(pid: str) -> bool:
     return False
 
 
-def error_of(call, family, kind, protocol, _, address) -> OSError | None:
+def error_of(call, info: tuple) -> OSError | None:
+    """The error of bind() or connect() for an address; info: from socket.getaddrinfo()"""
+    family, kind, protocol, _, address = info
     try:  # socket() itself fails if this kernel has no IPv6
         with socket.socket(family, kind, protocol) as probe:
-            return call(probe, address)
+            call(probe, address)
     except OSError as error:
         return error
+    return None
 
 
 def bind(probe: socket.socket, address) -> None:
@@ -178,7 +224,7 @@ def connect(probe: socket.socket, address) -> None:
         probe.connect(address)
 
 
-def reaches_this_host(info) -> bool:
+def reaches_this_host(info: tuple) -> bool:
     """Whether connections to this address reach this host, as with NAT or a service address."""
     family, _, _, _, address = info
     word = os.urandom(8)
@@ -187,11 +233,17 @@ def reaches_this_host(info) -> bool:
         with socket.create_connection(address[:2], timeout=5) as client:
             client.sendall(word)
             for _ in range(100):  # the probes of other nodes may arrive first
-                with server.accept()[0] as arrived:
-                    arrived.settimeout(2)
-                    if arrived.recv(len(word)) == word:
-                        return True
+                if receive(server, len(word)) == word:
+                    return True
     return False
+
+
+def receive(server: socket.socket, size: int) -> bytes:
+    """The first bytes of the next connection."""
+    link, _ = server.accept()
+    with link:
+        link.settimeout(2)
+        return link.recv(size)
 
 
 def check_bf16() -> None:

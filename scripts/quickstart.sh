@@ -26,6 +26,7 @@ RUN_DIR="${RUN_DIR:-runs/quickstart}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 TORCH_INDEX="${TORCH_INDEX:-}"
 
+# A copy in each script: sourcing a file would take as many lines.
 fail() {
   echo "quickstart.sh: error: $*" >&2
   exit 2

@@ -57,18 +57,28 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from enum import Enum, auto
 from pathlib import Path
+from typing import NamedTuple
 
 NO_PROGRESS = 3  # crashes in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
-POLL_SECONDS, SILENT_SECONDS = 20, 60  # see poll_for_lost_nodes()
+POLL_SECONDS = 20  # see poll_for_lost_nodes()
+SILENT_SECONDS = 60  # see poll_for_lost_nodes()
+NO_CRASH = ("finished", "stopped", "ended")
 WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
 # Our batch scripts run `supervise.py bash SCRIPT`. Slurm runs a copy of SCRIPT with the name
 # slurm_script; slurm_train_single_node.sh executes slurm_train_multinode.sh.
 BATCH_SCRIPTS = {"slurm_script", "slurm_train_multinode.sh"}
 SBATCH_OPTIONS = {"Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time"}
+# What the training writes: these are numbers.
+STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size", "began", "time")
+ATTEMPT_NUMBERS = ("start", "end", "start_step", "end_step", "recomputed", "train_seconds")
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
+NUMBER = (int, float)
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -82,31 +92,54 @@ def main():
         print(__doc__.strip())
         return 0 if command else 2
     try:
-        max_restarts = int(os.environ.get("MAX_RESTARTS") or 10)
-        stop_seconds = float(os.environ.get("STOP_SECONDS") or 300)
-        max_duration = float(os.environ.get("MAX_DURATION") or "inf")
-        stopped_code = int(os.environ.get("STOPPED_EXIT_CODE") or 0)
+        max_restarts = number("MAX_RESTARTS", int, 10)
+        stop_seconds = number("STOP_SECONDS", float, 300)
+        max_duration = number("MAX_DURATION", float, float("inf"))
+        stopped_code = number("STOPPED_EXIT_CODE", int, 0)
+        number("SLURM_JOB_END_TIME", float, None)  # used later
+        number("SLURM_RESTART_COUNT", int, 0)
     except ValueError as error:
-        names = "MAX_RESTARTS, MAX_DURATION, STOP_SECONDS and STOPPED_EXIT_CODE"
-        log(f"error: {names} should be numbers ({error})")
+        log(f"error: {error}: correct or unset it")
         return 2
     if not shutil.which(command[0]):
         log(f"error: cannot start {command[0]}: there is no such program")
         return 2
-    if (
-        os.environ.get("DRY_RUN")
-        or os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py")
-        or ("pbs_train.sh" in " ".join(command) and "PBS_JOBID" not in os.environ)  # it fails
-    ):  # there is nothing to restart
-        os.execvpe(command[0], command, {**os.environ, "ATTEMPT": "1"})
-    directory = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs") / f"supervise_{job_name()}"
-    directory = directory.resolve()
+    if never_restarts(command):
+        os.environ["ATTEMPT"] = "1"
+        os.execvp(command[0], command)
+    logs = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs")
+    directory = (logs / f"supervise_{job_name()}").resolve()
+    adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="supervise-") as local:
         supervisor = Supervisor(command, directory, Path(local), stop_seconds, max_duration)
         try:
             return supervisor.keep_alive(max_restarts, stopped_code)
         finally:
             supervisor.clean_up()
+
+
+def number(name, kind, default):
+    """The value of an environment variable, an int or a float. Raises ValueError with its name."""
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1
+    if not value >= 0:  # nan is not, either
+        raise ValueError(f"{name} is {text!r}, not a number from 0 on")
+    return value
+
+
+def never_restarts(command):
+    """Whether COMMAND only prints commands, only checks the nodes, or fails at once."""
+    if os.environ.get("DRY_RUN"):
+        return True
+    if os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py"):
+        return True
+    outside_pbs = "PBS_JOBID" not in os.environ
+    return outside_pbs and "pbs_train.sh" in " ".join(command)
 
 
 def log(text):
@@ -116,86 +149,217 @@ def log(text):
         sys.stderr = open(os.devnull, "w")
 
 
+# ------------------------------------------------------------------------------- what to do next
+
+
+class Decision(Enum):
+    """What to do after an attempt."""
+
+    FINISH = auto()  # the training is complete
+    STOP = auto()  # print how to resume
+    REQUEUE = auto()  # the scheduler starts the job again
+    RESTART = auto()  # run the command again
+    # Give up, because:
+    WOULD_REPEAT = auto()  # the same error would occur again
+    STOP_REQUESTED = auto()  # the training was asked to stop, but has failed
+    NO_PROGRESS = auto()  # it has crashed too often without progress
+    TOO_MANY_RESTARTS = auto()  # MAX_RESTARTS is reached
+
+
+class Facts(NamedTuple):
+    """All that decide() considers: the attempt that has ended, and what happened before."""
+
+    cause: str
+    reason: str
+    signals: list  # names of the signals received
+    killed: bool  # by us, because it did not stop
+    lost_nodes: bool  # the job has fewer nodes than at first
+    crashes: int  # in a row without progress, with this one
+    restarts: int
+    max_restarts: int
+
+
+def decide(facts, can_requeue=True):
+    """What to do after an attempt. can_requeue is False if the scheduler has refused to requeue."""
+    if facts.cause in ("finished", "ended"):
+        return Decision.FINISH
+    if can_requeue and requeue_may_help(facts):
+        return Decision.REQUEUE
+    if facts.cause == "stopped":
+        return Decision.STOP
+    if facts.cause in WOULD_REPEAT:
+        return Decision.WOULD_REPEAT
+    if facts.signals or facts.killed:
+        return Decision.STOP_REQUESTED
+    if facts.crashes >= NO_PROGRESS:
+        return Decision.NO_PROGRESS
+    if facts.restarts >= facts.max_restarts:
+        return Decision.TOO_MANY_RESTARTS
+    return Decision.RESTART
+
+
+def requeue_may_help(facts):
+    """Whether the training should continue once the scheduler has started the job again."""
+    if facts.cause == "stopped":
+        reasons = facts.reason.split(", ")
+        return any(reason in ON_TIME for reason in reasons)
+    if facts.crashes >= NO_PROGRESS:
+        return False
+    if facts.cause == "configuration" and facts.lost_nodes:  # it needs more nodes
+        return True
+    if facts.cause in WOULD_REPEAT:
+        return False
+    if facts.signals:
+        return all(name in ON_TIME for name in facts.signals)
+    return facts.killed  # after the time limit
+
+
+def made_progress(attempt):
+    """Whether an attempt that crashed has saved a step that the previous one had not."""
+    if attempt["world_size"]:  # the script has written its status
+        return attempt["saved_step"] > attempt["start_step"]
+    return attempt["end"] - attempt["start"] > PROGRESS_SECONDS
+
+
+def exit_code(decision, cause, stopped_code):
+    """The exit code of supervise.py."""
+    if decision == Decision.FINISH:
+        return 0
+    if decision == Decision.STOP:
+        return stopped_code
+    if decision == Decision.REQUEUE:
+        return 0 if cause == "stopped" else 1
+    return 2 if cause in ("configuration", "in use") else 1
+
+
+def report_stop(attempt):
+    reason = attempt["reason"]
+    if not reason:
+        reason = "at --stop-at-step"
+    log(f"stopped ({reason}); to resume: {resume_command()}")
+
+
+def report_crash(attempt, decision, facts):
+    """Print how the attempt ended, and what follows."""
+    what = attempt["cause"]
+    saved = ""
+    if attempt["world_size"]:  # the script has written its status
+        what += f" at step {attempt['end_step']}"
+        saved = f", from step {attempt['saved_step']}"
+    if attempt["reason"]:
+        what += f": {attempt['reason']}"
+    if decision == Decision.REQUEUE:
+        log(f"{what}. The job is requeued{saved}")
+        return
+    if decision == Decision.RESTART:
+        log(f"{what}. Restart {facts.restarts + 1} of {facts.max_restarts}{saved}")
+        return
+    if decision == Decision.WOULD_REPEAT:
+        why = "a restart would not help"
+    elif decision == Decision.STOP_REQUESTED:
+        why = "a stop was requested"
+    elif decision == Decision.NO_PROGRESS:
+        why = f"{facts.crashes} crashes without progress"
+    else:
+        why = f"MAX_RESTARTS={facts.max_restarts} is reached"
+    how = f"After fixing it, resume with: {resume_command()}"
+    log(f"error: {what}. Giving up: {why}. {how}")
+
+
+# ---------------------------------------------------------------------------------- supervision
+
+
 class Supervisor:
     """Runs COMMAND as often as needed."""
 
     def __init__(self, command, directory, local, stop_seconds, max_duration):
-        self.command, self.stop_seconds, self.began = command, stop_seconds, time.time()
+        self.command = command
         self.directory = directory  # for files that the training writes; all nodes see it
         self.stop_file = local / "STOP"  # on a local disk: a network file system may lag
         self.run_dir = None  # reported by the training
-        self.deadline = min(end_of_job() or float("inf"), self.began + max_duration)
+
+        # the time, and requests to stop
+        self.began = time.time()
+        self.deadline = self.began + max_duration
+        end = end_of_job()
+        if end:
+            self.deadline = min(self.deadline, end)
+        self.stop_seconds = stop_seconds
         self.signals = []  # (name, time) of each signal received
-        self.count = 0  # attempts by this process
-        self.restarts = self.crashes = 0
-        self.nodes = self.nodes_at_first = nodes_of_job()
-        self.polled, self.missing = 0.0, []  # for lost nodes: time of the last poll, and its result
-        self.written = []  # modification times of the files that the training writes
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
+        self.warning = ""  # the last one of watch()
+
+        # attempts of this process
+        self.count = 0
+        self.restarts = 0
+        self.crashes = 0  # in a row without progress
+
+        # the nodes, and the search for lost ones
+        self.nodes_at_first = nodes_of_job()
+        self.nodes = self.nodes_at_first
+        self.polled = 0.0  # time of the last poll
+        self.missing = []  # result of the last poll
+        self.written = []  # modification times of the files that the training writes
+
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
             number = getattr(signal, name)
-            if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            under_nohup = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
+            if not under_nohup:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number, _frame):
-        self.signals.append((signal.Signals(number).name, time.time()))
+        name = signal.Signals(number).name
+        self.signals.append((name, time.time()))
+
+    def signal_names(self):
+        return [name for name, _ in self.signals]
 
     def keep_alive(self, max_restarts, stopped_code):
         """Run attempts until the training ends. Returns the exit code."""
         while True:
             attempt = self.attempt()
-            cause, reason = attempt["cause"], attempt["reason"]
+            cause = attempt["cause"]
             if cause == "in use" and self.free_stale_lock():
                 continue
             if cause != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
             if cause in ("finished", "stopped") and attempt["world_size"]:
                 log(goodput(self.attempts()))
-            if cause in ("finished", "ended"):
-                return 0
-            if cause == "stopped":
-                if ON_TIME & set(reason.split(", ")) and requeue():
-                    return 0
-                log(f"stopped ({reason or 'at --stop-at-step'}); to resume: {resume_command()}")
-                return stopped_code
-            known = attempt["world_size"]  # the script has written its status
-            what = cause + f" at step {attempt['end_step']}" * bool(known)
-            what += f": {reason}" * bool(reason)
-            saved = f", from step {attempt['saved_step']}" if known else ""
-            progress = attempt["saved_step"] > attempt["start_step"]
-            if not known:
-                progress = attempt["end"] - attempt["start"] > PROGRESS_SECONDS
-            self.crashes = 0 if progress else self.crashes + 1
-            if self.may_requeue(cause) and requeue():
-                log(f"{what}. The job is requeued{saved}")
-                return 1
-            asked = self.killed or self.signals
-            if cause in WOULD_REPEAT or asked or self.crashes >= NO_PROGRESS or (
-                self.restarts >= max_restarts
-            ):  # fmt: skip
-                why = f"MAX_RESTARTS={max_restarts} is reached"
-                if cause in WOULD_REPEAT:
-                    why = "a restart would not help"
-                elif asked:
-                    why = "a stop was requested"
-                elif self.crashes >= NO_PROGRESS:
-                    why = f"{self.crashes} crashes without progress"
-                how = f"After fixing it, resume with: {resume_command()}"
-                log(f"error: {what}. Giving up: {why}. {how}")
-                return 2 if cause in ("configuration", "in use") else 1
-            self.restarts += 1
-            log(f"{what}. Restart {self.restarts} of {max_restarts}{saved}")
-            time.sleep(0 if self.crashes == 0 else 2)
+            if cause not in NO_CRASH:
+                self.count_crash(attempt)
 
-    def may_requeue(self, cause):
-        """Whether requeueing the Slurm job may help after this crash."""
-        if self.crashes >= NO_PROGRESS:
-            return False
-        too_few_nodes = cause == "configuration" and self.nodes != self.nodes_at_first
-        asked = self.signals or self.killed
-        on_time = asked and ON_TIME.issuperset(name for name, _ in self.signals)
-        return too_few_nodes or (on_time and cause not in WOULD_REPEAT)
+            facts = self.facts(attempt, max_restarts)
+            decision = decide(facts)
+            if decision == Decision.REQUEUE and not requeue():
+                decision = decide(facts, can_requeue=False)
+            if decision == Decision.STOP:
+                report_stop(attempt)
+            if cause not in NO_CRASH:
+                report_crash(attempt, decision, facts)
+            if decision != Decision.RESTART:
+                return exit_code(decision, cause, stopped_code)
+            self.restarts += 1
+            if self.crashes > 0:
+                time.sleep(2)
+
+    def count_crash(self, attempt):
+        if made_progress(attempt):
+            self.crashes = 0
+        else:
+            self.crashes += 1
+
+    def facts(self, attempt, max_restarts):
+        return Facts(
+            cause=attempt["cause"],
+            reason=attempt["reason"],
+            signals=self.signal_names(),
+            killed=self.killed,
+            lost_nodes=self.nodes != self.nodes_at_first,
+            crashes=self.crashes,
+            restarts=self.restarts,
+            max_restarts=max_restarts,
+        )
 
     # ------------------------------------------------------------------------- one attempt
 
@@ -209,80 +373,101 @@ class Supervisor:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
-        env = {**self.environment(), "FAILURE_FILE": str(self.failure_file)}
-        self.running, began = {"attempt": env["ATTEMPT_ID"], "start": time.time()}, time.time()
-        self.written_at, self.patience = began, SILENT_SECONDS  # see poll_for_lost_nodes()
+
+        env = self.environment()
+        began = time.time()
+        attempt = {"attempt": env["ATTEMPT_ID"], "start": began}
+        self.running = attempt  # until monitor() has written it to the attempt log
+        self.written_at = began  # see poll_for_lost_nodes()
+        self.patience = SILENT_SECONDS
         code = self.run(env)
-        status, failure = read_json(self.status_file), read_json(self.failure_file)
+
+        status = read_status(self.status_file)
+        failure = read_failure(self.failure_file)
         for file in (self.status_file, self.failure_file):
             if file.exists():
                 file.unlink()
         self.run_dir = status.get("run_dir") or self.run_dir
-        last = self.last_record() if status.get("state") else {}
-        start = status.get("start_step", 0)
-        end = max(start, status.get("global_step", 0), last.get("step", 0))
-        saved = max(start, status.get("saved_step", 0))
-        end_time = max(status.get("time", 0), last.get("time", 0))
         cause, reason = self.cause(code, status, failure)
         return {
-            "attempt": env["ATTEMPT_ID"],
-            "start": began,
+            **attempt,
             "end": time.time(),
-            "start_step": start,
-            "end_step": end,
-            "saved_step": saved,
-            "recomputed": max(0, end - saved),
-            "train_seconds": max(0.0, end_time - status.get("began", end_time)),
+            **self.steps_and_time(status),
             "hosts": self.nodes or [HOST],
             "world_size": status.get("world_size"),
             "cause": cause,
             "reason": reason,
         }
 
+    def steps_and_time(self, status):
+        """The part of the record that comes from the training: its status and its metrics."""
+        last = {}
+        if status.get("state"):
+            last = self.last_record()
+        start = status.get("start_step", 0)
+        end = max(start, status.get("global_step", 0), last.get("step", 0))
+        saved = max(start, status.get("saved_step", 0))
+        end_time = max(status.get("time", 0), last.get("time", 0))
+        began = status.get("began", end_time)
+        return {
+            "start_step": start,
+            "end_step": end,
+            "saved_step": saved,
+            "recomputed": max(0, end - saved),
+            "train_seconds": max(0.0, end_time - began),
+        }
+
     def environment(self):
         """The environment of the next attempt."""
-        env = {
-            **os.environ,
-            "ATTEMPT": str(self.count),
-            "ATTEMPT_ID": f"{job_name()}.{1000 * requeues_of_job() + self.count}",
-            "STOP_FILE": str(self.stop_file),
-            "STATUS_FILE": str(self.status_file),
-        }
+        env = dict(os.environ)
+        number = 1000 * requeues_of_job() + self.count
+        env["ATTEMPT"] = str(self.count)
+        env["ATTEMPT_ID"] = f"{job_name()}.{number}"
+        env["STOP_FILE"] = str(self.stop_file)
+        env["STATUS_FILE"] = str(self.status_file)
+        env["FAILURE_FILE"] = str(self.failure_file)
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
-            # Slurm may still count the previous step as running, especially on a lost node.
-            env["SLURM_OVERLAP"] = "1"
+            env.update(slurm_overlap())
         if self.nodes != self.nodes_at_first:
-            env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)
-            env["SLURM_NNODES"] = str(len(self.nodes))
+            env.update(slurm_nodes(self.nodes))
         return env
 
     def cause(self, code, status, failure):
         """Why an attempt ended: (one of the causes above, reason)."""
-        asked = ", ".join(name for name, _ in self.signals) or "time limit"
+        asked = "time limit"
+        if self.signals:
+            asked = ", ".join(self.signal_names())
+
         # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
         orphaned = code in (-9, 137) and not self.signals
-        if status.get("state") in ("finished", "stopped") and not orphaned:
+        state = status.get("state")
+        if state in ("finished", "stopped") and not orphaned:
             reason = status.get("reason", "")
-            by_us = reason == "STOP file" and self.stopping_since
-            return status["state"], asked if by_us else reason
+            if reason == "STOP file" and self.stopping_since:  # our own file
+                reason = asked
+            return state, reason
         if code == 0 and not failure:
             if self.stopping_since:
                 return "stopped", asked
             return "ended", "exit code 0, but the training wrote no STATUS_FILE"
-        lost = failure.get("cause") not in WOULD_REPEAT and nodes_lost(self.nodes)
-        if lost:
-            self.nodes = [node for node in self.nodes if node not in lost]
-            return "node lost", ", ".join(lost)
+
+        if failure.get("cause") not in WOULD_REPEAT:
+            lost = nodes_lost(self.nodes)
+            if lost:
+                self.nodes = [node for node in self.nodes if node not in lost]
+                return "node lost", ", ".join(lost)
         if failure:
-            rank = f"rank {failure['rank']} on " if "rank" in failure else ""
+            rank = ""
+            if "rank" in failure:
+                rank = f"rank {failure['rank']} on "
             return failure["cause"], f"{rank}{failure['host']}: {failure['reason']}"
         if self.killed:
             return "killed", "it did not stop in time, or you pressed Ctrl-C twice"
         if code == 2:
             return "configuration", "see the error above"
-        return "killed", f"exit code {code} and no error report; out of memory? (see dmesg)"
+        return cause_of_exit_code(code)
 
     def run(self, env):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
@@ -298,42 +483,74 @@ class Supervisor:
                 code = child.wait(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
-                self.monitor(child)
+                self.watch(child)
         while code < 0 and self.signals and not self.killed and is_alive(child):
-            self.monitor(child)  # the scheduler killed the shell, but its children still save
+            self.watch(child)  # the scheduler killed the shell, but its children still save
             time.sleep(0.2)
         kill_group(child)  # processes that COMMAND may have left behind
-        for file in self.stop_files():
-            if self.stopping_since and file.exists():
-                file.unlink()
+        if code != 0:
+            kill_descendants()  # for example, ranks whose torchrun was killed
+        if self.stopping_since:
+            for file in self.stop_files():
+                if file.exists():
+                    file.unlink()
         return code
+
+    def watch(self, child):
+        """monitor(), whatever files it finds: an error of ours should not end the training."""
+        try:
+            self.monitor(child)
+        except Exception as error:
+            text = f"WARNING: {type(error).__name__}: {error}; the training goes on"
+            if text != self.warning:
+                log(text)
+            self.warning = text
 
     def monitor(self, child):
         """Record the run directory, forward stop requests, kill an attempt that has lost a node."""
-        status = read_json(self.status_file) if self.running else {}
-        if status.get("state"):  # it now owns the run directory
-            self.run_dir = status.get("run_dir") or self.run_dir
-            self.record({**self.running, "cause": "running"})
-            self.running = None
+        if self.running:
+            self.record_start()
         if len(self.nodes) > 1 and time.time() > self.polled + POLL_SECONDS:
             self.poll_for_lost_nodes(child)
+        if not self.stopping_since:
+            self.stop_if_requested()
+        if self.stopping_since and not self.killed:
+            self.kill_if_too_slow(child)
+
+    def record_start(self):
+        """Write the attempt to the attempt log as soon as the training owns its run directory."""
+        status = read_status(self.status_file)
+        if not status.get("state"):
+            return
+        self.run_dir = status.get("run_dir") or self.run_dir
+        self.record({**self.running, "cause": "running"})
+        self.running = None
+
+    def stop_if_requested(self):
+        """Ask the training to stop, after a signal or shortly before the end of the time."""
         reserve = min(120, (self.deadline - self.began) / 10)
         out_of_time = time.time() > self.deadline - reserve
-        if (self.signals or out_of_time) and not self.stopping_since:
-            self.stopping_since = time.time()
-            reason = self.signals[0][0] if self.signals else "time limit"
-            log(f"{reason}: saving and stopping; press Ctrl-C again to kill the training")
-            for file in self.stop_files():
-                try:
-                    file.touch()
-                except OSError:
-                    pass
-        if self.stopping_since and not self.killed:
-            since = self.stopping_since
-            again = sum(name == "SIGINT" and when > since + 1 for name, when in self.signals)
-            if again or time.time() > since + self.stop_seconds:
-                self.killed = True
-                kill_group(child)
+        if self.signals:
+            reason = self.signals[0][0]
+        elif out_of_time:
+            reason = "time limit"
+        else:
+            return
+        self.stopping_since = time.time()
+        log(f"{reason}: saving and stopping; press Ctrl-C again to kill the training")
+        for file in self.stop_files():
+            with suppress(OSError):
+                file.touch()
+        if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":  # qdel cuts the output off
+            log(f"to resume: {resume_command()}")
+
+    def kill_if_too_slow(self, child):
+        """Kill the training after STOP_SECONDS, or at a second Ctrl-C."""
+        since = self.stopping_since
+        pressed_again = any(name == "SIGINT" and when > since + 1 for name, when in self.signals)
+        if pressed_again or time.time() > since + self.stop_seconds:
+            self.killed = True
+            kill_group(child)
 
     def poll_for_lost_nodes(self, child):
         """Kill the attempt if Slurm has lost a node: its step may never end on its own.
@@ -341,32 +558,49 @@ class Supervisor:
         Asks Slurm only if a rank has failed, or if the training has not written anything for a
         minute, then again after 2, 4, 8 ... minutes.
         """
-        self.polled, written = time.time(), []
-        for file in (self.status_file, Path(self.run_dir or self.directory) / "metrics.jsonl"):
-            with suppress(OSError):
-                written.append(file.stat().st_mtime)
+        self.polled = time.time()
+        written = self.times_of_last_writes()
         if written != self.written:
-            self.written, self.written_at, self.patience = written, self.polled, SILENT_SECONDS
+            self.written = written
+            self.written_at = self.polled
+            self.patience = SILENT_SECONDS
         silent = self.polled - self.written_at > self.patience
-        ask = silent or self.missing or self.failure_file.exists()
-        missing = nodes_lost(self.nodes) if ask else []
+        missing = []
+        if silent or self.missing or self.failure_file.exists():
+            missing = nodes_lost(self.nodes)
         if silent and not missing:
             self.patience *= 2
-        if missing and missing == self.missing:
+        if missing and missing == self.missing:  # also at the last poll
             log(f"Slurm has lost {', '.join(missing)}: stopping the rest of this attempt")
             kill_group(child)
         self.missing = missing
 
+    def times_of_last_writes(self):
+        """Modification times of the files that the training writes, without those it has not."""
+        metrics = Path(self.run_dir or self.directory) / "metrics.jsonl"
+        times = []
+        for file in (self.status_file, metrics):
+            with suppress(OSError):
+                times.append(file.stat().st_mtime)
+        return times
+
     def stop_files(self):
-        return [self.stop_file, *([Path(self.run_dir) / "STOP"] if self.run_dir else [])]
+        files = [self.stop_file]
+        if self.run_dir:
+            files.append(Path(self.run_dir) / "STOP")
+        return files
 
     def free_stale_lock(self):
         """Remove the lock of a job that has ended: on NFSv3, a lost node never releases it."""
         file = Path(self.run_dir or self.directory) / "lock"
-        owner = re.match(r"attempt (\d+)\.", "\n".join(lines_of(file)))
-        if not owner or not job_is_gone(owner[1]):
+        text = "\n".join(lines_of(file))
+        owner = re.match(r"attempt (\d+)\.", text)
+        if not owner:
             return False
-        log(f"job {owner[1]} is gone, but still holds {file}: removing it")
+        job = owner[1]
+        if not job_is_gone(job):
+            return False
+        log(f"job {job} is gone, but still holds {file}: removing it")
         file.unlink()
         return True
 
@@ -376,23 +610,33 @@ class Supervisor:
         return Path(self.run_dir or self.directory) / "attempts.jsonl"
 
     def attempts(self):
-        lines = lines_of(self.log_file())
-        return [record for record in map(parse_json, lines) if record.get("cause") != "running"]
+        """The records of all attempts that have ended."""
+        return [record for record in self.log_records() if record["cause"] != "running"]
+
+    def log_records(self):
+        """The records of the attempt log, without lines that are not ours or are damaged."""
+        records = []
+        for record in parse_lines(lines_of(self.log_file())):
+            has_texts = has_only(str, record, ("attempt", "cause"))
+            needed = ("start",) if record.get("cause") == "running" else ATTEMPT_NUMBERS
+            if has_texts and has_only(NUMBER, record, needed):
+                records.append(record)
+        return records
 
     def record(self, attempt):
         """Write the attempt's line, replacing its line with the cause "running".
 
         If another attempt still has such a line, its supervisor was killed: complete it here.
         """
-        records = [parse_json(line) for line in lines_of(self.log_file())]
-        records = [r for r in records if r and r["attempt"] != attempt["attempt"]]
-        for old in records:
+        records = []
+        for old in self.log_records():
+            if old["attempt"] == attempt["attempt"]:
+                continue
             if old["cause"] == "running" and "start_step" in attempt:
-                step = attempt["start_step"]
-                old.update(start_step=step, end_step=step, saved_step=step, recomputed=0)
-                old.update(end=attempt["start"], train_seconds=0, hosts=[], world_size=None)
-                old.update(cause="killed", reason="together with its supervisor")
-        text = "".join(json.dumps(record) + "\n" for record in [*records, attempt])
+                complete(old, attempt)
+            records.append(old)
+        records.append(attempt)
+        text = "".join(json.dumps(record) + "\n" for record in records)
         new = self.log_file().with_name(f".attempts.{os.getpid()}.tmp")
         try:
             new.write_text(text)
@@ -402,8 +646,14 @@ class Supervisor:
 
     def last_record(self):
         """The last record in metrics.jsonl."""
-        lines = lines_of(Path(self.run_dir) / "metrics.jsonl")[-3:] if self.run_dir else []
-        return ([record for record in map(parse_json, lines) if record] or [{}])[-1]
+        if not self.run_dir:
+            return {}
+        last_lines = lines_of(Path(self.run_dir) / "metrics.jsonl")[-3:]
+        records = []
+        for record in parse_lines(last_lines):  # the last line may be incomplete
+            if has_only(NUMBER, record, ("step", "time")):  # else it is another program's
+                records.append(record)
+        return records[-1] if records else {}
 
     def clean_up(self):
         try:
@@ -412,21 +662,50 @@ class Supervisor:
             pass
 
 
+def cause_of_exit_code(code):
+    """(cause, reason) of an attempt that left no error report. Of a shell, code is 128 + signal."""
+    number = code - 128 if code > 128 else -code
+    if number == signal.SIGKILL:
+        return "killed", "killed (SIGKILL); out of memory? (see dmesg)"
+    if number == signal.SIGABRT:
+        return "exception", "aborted (SIGABRT), as by NCCL's watchdog: see the errors above"
+    remedy = "see the errors above; if there are none, see dmesg"
+    return "killed", f"exit code {code} and no error report: {remedy}"
+
+
+def complete(record, successor):
+    """Complete the record of an attempt whose supervisor was killed, from that of the next one."""
+    step = successor["start_step"]
+    record["start_step"] = step
+    record["end_step"] = step
+    record["saved_step"] = step
+    record["recomputed"] = 0
+    record["end"] = successor["start"]
+    record["train_seconds"] = 0
+    record["hosts"] = []
+    record["world_size"] = None
+    record["cause"] = "killed"
+    record["reason"] = "together with its supervisor"
+
+
 def goodput(attempts):
     """The share of the time since the first attempt that was spent on steps of the final model.
 
     Only steps that were saved count. Time for evaluation and saving is included.
     """
     wall = max(1e-9, attempts[-1]["end"] - attempts[0]["start"])
-    trained = sum(attempt["train_seconds"] for attempt in attempts)
-    lost = sum(
-        a["train_seconds"] * a["recomputed"] / max(1, a["end_step"] - a["start_step"])
-        for a in attempts
-    )
+    useful = 0.0
+    lost = 0.0
+    for attempt in attempts:
+        steps = max(1, attempt["end_step"] - attempt["start_step"])
+        seconds = attempt["train_seconds"]
+        seconds_lost = seconds * attempt["recomputed"] / steps
+        useful += seconds - seconds_lost
+        lost += seconds_lost
     noun = "attempt" if len(attempts) == 1 else "attempts"
     return (
-        f"goodput {(trained - lost) / wall:.1%}: of {wall:.0f} s in {len(attempts)} {noun}, "
-        f"{trained - lost:.0f} s of useful steps, {lost:.0f} s of lost steps, "
+        f"goodput {useful / wall:.1%}: of {wall:.0f} s in {len(attempts)} {noun}, "
+        f"{useful:.0f} s of useful steps, {lost:.0f} s of lost steps, "
         "the rest start-up and waiting"
     )
 
@@ -440,6 +719,37 @@ def lines_of(path):
 
 def read_json(path):
     return parse_json("\n".join(lines_of(path)))
+
+
+def read_status(path):
+    """What the training has reported; {} if a value is not what it should be."""
+    status = read_json(path)
+    numbers = [name for name in STATUS_NUMBERS if name in status]
+    texts = [name for name in ("state", "reason", "run_dir") if name in status]
+    if not has_only(NUMBER, status, numbers) or not has_only(str, status, texts):
+        return {}
+    if "\0" in status.get("run_dir", ""):
+        return {}
+    return status
+
+
+def read_failure(path):
+    """What the first rank to fail has reported; {} if something is missing."""
+    failure = read_json(path)
+    if has_only(str, failure, ("cause", "reason", "host")):
+        return failure
+    return {}
+
+
+def has_only(kind, record, names):
+    """Whether the record has values of this type with all these names."""
+    return all(isinstance(record.get(name), kind) for name in names)
+
+
+def parse_lines(lines):
+    """The JSON objects among the lines."""
+    records = [parse_json(line) for line in lines]
+    return [record for record in records if record]
 
 
 def parse_json(text):
@@ -481,15 +791,95 @@ def is_alive(child):
 def die_with_parent():
     """For preexec_fn: stop the launch if supervise.py is killed. In batch jobs, Slurm does that."""
     if sys.platform == "linux" and os.environ.get("ENVIRONMENT") != "BATCH":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-# ---------------------------------------------------------------------------------------- Slurm
+def adopt_orphans():
+    """From now on, a descendant whose parent is killed becomes a child of this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants():
+    """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive."""
+    for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
+        for process in descendants():
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+        deadline = time.monotonic() + seconds
+        while descendants() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def descendants():
+    """The process ids of the descendants that are alive. [] if there is no /proc."""
+    children = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            # PID (COMMAND) STATE PARENT ...; the command may contain spaces and parentheses
+            state, parent = file.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            process = int(file.parent.name)
+            if state == "Z":
+                reap(process)
+            else:
+                children.setdefault(int(parent), []).append(process)
+    found = []
+    parents = [os.getpid()]
+    while parents:
+        for process in children.get(parents.pop(), []):
+            found.append(process)
+            parents.append(process)
+    return found
+
+
+def reap(process):
+    """Remove a process that has ended from the kernel's list, if it is a child of this one."""
+    with suppress(ChildProcessError):
+        os.waitpid(process, os.WNOHANG)
+
+
+# --------------------------------------------------------------- the job, of Slurm, PBS or neither
 
 
 def job_name():
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
     return job or f"{HOST}-{os.getpid()}"
+
+
+def end_of_job():
+    """The end of the job's time in seconds since 1970; None if it is not known."""
+    end = number("SLURM_JOB_END_TIME", float, None)
+    if end is not None:
+        return end
+    if os.environ.get("SLURM_JOB_ID"):
+        return end_of_slurm_job()
+    if os.environ.get("PBS_JOBID"):
+        return end_of_pbs_job()
+    return None
+
+
+def requeues_of_job():
+    """How often the scheduler has started this job before."""
+    if os.environ.get("PBS_JOBID"):
+        starts = int(pbs_job().get("run_count", 1))
+        return max(0, starts - 1)
+    return number("SLURM_RESTART_COUNT", int, 0)
+
+
+def resume_command():
+    """The command that resumes the training, as typed in a shell."""
+    if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
+        return qsub_command()
+    if os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id():
+        return sbatch_command()
+    return quoted(sys.argv)
+
+
+def quoted(words):
+    return " ".join(shlex.quote(word) for word in words)
+
+
+# ---------------------------------------------------------------------------------------- Slurm
 
 
 def slurm(*command):
@@ -498,71 +888,85 @@ def slurm(*command):
         result = subprocess.run(command, capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.decode() if result.returncode == 0 else None
+    if result.returncode != 0:
+        return None
+    return result.stdout.decode()
 
 
-def end_of_job():
-    """The end of the job's time in seconds since 1970; None if it is not known."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if os.environ.get("SLURM_JOB_END_TIME"):
-        return float(os.environ["SLURM_JOB_END_TIME"])
-    if not job and os.environ.get("PBS_JOBID"):
-        return end_of_pbs_job()
-    text = slurm("squeue", "--noheader", "--job", job, "--format=%e") if job else None
+def end_of_slurm_job():
+    job = os.environ["SLURM_JOB_ID"]
+    text = slurm("squeue", "--noheader", "--job", job, "--format=%e") or ""
     try:
-        return time.mktime(time.strptime((text or "").strip(), "%Y-%m-%dT%H:%M:%S"))
+        return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
 
 
-def requeues_of_job():
-    """How often the scheduler has started this job before."""
-    if os.environ.get("PBS_JOBID"):
-        return max(0, int(pbs_job().get("run_count", 1)) - 1)
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-
-
 def nodes_of_job():
+    """The nodes of this Slurm job; [] outside Slurm."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
-    return (slurm("scontrol", "show", "hostnames", nodes) or "").split() if nodes else []
+    if not nodes:
+        return []
+    text = slurm("scontrol", "show", "hostnames", nodes) or ""
+    return text.split()
 
 
 def nodes_lost(nodes):
     """The nodes that do not respond to Slurm; never this one."""
-    nodes = [node for node in nodes if node != os.environ.get("SLURMD_NODENAME")]
-    if not nodes:
+    others = [node for node in nodes if node != os.environ.get("SLURMD_NODENAME")]
+    if not others:
         return []
-    text = slurm("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format=%N %T")
-    states = dict(line.split() for line in (text or "").splitlines())
-    return [n for n in nodes if re.search(r"down|fail|unknown|\*$", states.get(n, ""))]
+    names = ",".join(others)
+    text = slurm("sinfo", "--noheader", "--Node", "--nodes", names, "--format=%N %T") or ""
+    states = dict(line.split() for line in text.splitlines())
+    return [node for node in others if re.search(r"down|fail|unknown|\*$", states.get(node, ""))]
+
+
+def slurm_overlap():
+    """For srun: Slurm may count the previous step as running, especially on a lost node."""
+    return {"SLURM_OVERLAP": "1"}
+
+
+def slurm_nodes(nodes):
+    """For srun: use these nodes of the job only."""
+    return {"SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_NNODES": str(len(nodes))}
 
 
 def job_is_gone(job):
     """Whether Slurm responds and reports the job as ended or unknown. The id may be an array's."""
     if slurm("sinfo", "--noheader") is None:
         return False
-    states = slurm("squeue", "--noheader", "--states=all", "--job", job, "--format=%T") or ""
-    return not {"PENDING", "RUNNING", "COMPLETING", "SUSPENDED"} & set(states.split())
+    text = slurm("squeue", "--noheader", "--states=all", "--job", job, "--format=%T") or ""
+    active = {"PENDING", "RUNNING", "COMPLETING", "SUSPENDED"}
+    return active.isdisjoint(text.split())
 
 
 def slurm_id():
     """The job's id for Slurm's commands. In an array, SLURM_JOB_ID of one task means all tasks."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array else os.environ.get("SLURM_JOB_ID")
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array:
+        return f"{array}_{task}"
+    return os.environ.get("SLURM_JOB_ID")
 
 
-def facts_of_job():
-    """What `scontrol show job` prints; {} outside Slurm."""
-    text = slurm("scontrol", "show", "job", slurm_id()) if slurm_id() else None
-    facts = re.findall(r"(\w+)=(\S*)", text or "") + re.findall("(Command)=(.*)", text or "")
-    return dict(facts)
+def slurm_job():
+    """What `scontrol show job` prints: {name: text}; {} outside Slurm."""
+    job = slurm_id()
+    if not job:
+        return {}
+    text = slurm("scontrol", "show", "job", job) or ""
+    facts = dict(re.findall(r"(\w+)=(\S*)", text))
+    facts.update(re.findall("(Command)=(.*)", text))  # with its arguments
+    return facts
 
 
 def requeue():
     """Requeue this Slurm job. Returns whether Slurm will start it again."""
-    job, state = slurm_id(), facts_of_job().get("JobState")
+    job = slurm_id()
     if not job:
         return False
+    state = slurm_job().get("JobState")
     if state not in (None, "RUNNING"):
         log(f"job {job} is {state}: Slurm will end or restart it")
         return True
@@ -573,31 +977,41 @@ def requeue():
     except (OSError, subprocess.TimeoutExpired) as error:
         log(f"Slurm does not requeue job {job}: {error}")
         return False
-    if answer.returncode:
+    if answer.returncode != 0:
         log(f"Slurm does not requeue job {job}: {answer.stderr.decode().strip()}")
-    return answer.returncode == 0
+        return False
+    return True
 
 
-def resume_command():
-    """The command that resumes the training, as typed in a shell."""
-    if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
-        return qsub_command()
-    if os.environ.get("ENVIRONMENT") != "BATCH" or not slurm_id():
-        return " ".join(map(shlex.quote, sys.argv))
-    facts, words = facts_of_job(), ["sbatch", f"--nodes={os.environ['SLURM_JOB_NUM_NODES']}"]
-    gpus = re.search(r"gpu[^,]*$", facts.get("TresPerNode", ""))
-    words += [f"--gres={gpus[0]}"] if gpus else []
-    for name, option in SBATCH_OPTIONS.items():
-        if facts.get(name, "(null)") not in ("(null)", "N/A", "UNLIMITED"):
-            words.append(f"--{option}={facts[name]}")
+def sbatch_command():
+    """The sbatch command of this job."""
+    facts = slurm_job()
     script = facts.get("Command")
     if not script:
         return "call sbatch again with the same arguments"
-    if sys.argv[1] != "bash" or Path(*sys.argv[2:3]).name not in BATCH_SCRIPTS:
+    words = ["sbatch", *sbatch_options(facts)]
+    called_by_ours = False
+    if sys.argv[1] == "bash" and len(sys.argv) > 2:
+        called_by_ours = Path(sys.argv[2]).name in BATCH_SCRIPTS
+    if not called_by_ours:
         return " ".join([*words, script])  # the user's own, with its arguments
     while " " in script and not os.path.isfile(script):
-        script = script.rpartition(" ")[0]
-    return " ".join(map(shlex.quote, [*words, script, *sys.argv[3:]]))  # some are from variables
+        script = script.rpartition(" ")[0]  # drop an argument
+    arguments = sys.argv[3:]  # some are from variables
+    return quoted([*words, script, *arguments])
+
+
+def sbatch_options(facts):
+    nodes = os.environ["SLURM_JOB_NUM_NODES"]
+    options = [f"--nodes={nodes}"]
+    gpus = re.search(r"gpu[^,]*$", facts.get("TresPerNode", ""))
+    if gpus:
+        options.append(f"--gres={gpus[0]}")
+    for name, option in SBATCH_OPTIONS.items():
+        value = facts.get(name, "(null)")
+        if value not in ("(null)", "N/A", "UNLIMITED"):
+            options.append(f"--{option}={value}")
+    return options
 
 
 # ------------------------------------------------------------------------------------------ PBS
@@ -606,17 +1020,24 @@ def resume_command():
 def pbs_job():
     """The attributes of this job: {name: text}. Torque's names differ from those of OpenPBS."""
     text = slurm("qstat", "-f", os.environ["PBS_JOBID"]) or ""
-    return dict(re.findall(r"(?m)^    (\S+) = (.*)$", text.replace("\n\t", "")))  # wrapped lines
+    unwrapped = text.replace("\n\t", "")
+    return dict(re.findall(r"(?m)^    (\S+) = (.*)$", unwrapped))
 
 
 def end_of_pbs_job():
     facts = pbs_job()
-    walltime = reversed(facts.get("Resource_List.walltime", "").split(":"))  # [[days:]hours:]...
     try:
         start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
-        return start + sum(int(n) * unit for n, unit in zip(walltime, (1, 60, 3600, 86400)))
+        return start + walltime_seconds(facts.get("Resource_List.walltime", ""))
     except (KeyError, ValueError):
         return None
+
+
+def walltime_seconds(text):
+    """The seconds in [[DAYS:]HOURS:]MINUTES:SECONDS."""
+    numbers = [int(number) for number in text.split(":")]
+    units = (1, 60, 3600, 86400)
+    return sum(number * unit for number, unit in zip(reversed(numbers), units))
 
 
 def qsub_command():
@@ -626,7 +1047,12 @@ def qsub_command():
     if not words:
         return "call qsub again with the same arguments"
     words = re.sub(r"(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=[^, ]*", r"\1=...", words)
-    return "qsub " + re.sub(r"(?<=-v )(.+?)(?= -\w | \S+$)", lambda v: shlex.quote(v[1]), words)
+    words = re.sub(r"(?<=-v ).+?(?= -\w | \S+$)", quote_match, words)
+    return f"qsub {words}"
+
+
+def quote_match(match):
+    return shlex.quote(match[0])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
+# A copy in each script: sourcing a file would take as many lines.
 fail() {
   echo "test_distributed.sh: error: $*" >&2
   exit 2

@@ -31,6 +31,7 @@ REPO_ROOT="${REPO_ROOT:-}"
 LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
+# A copy in each job script: it is needed before the repository is found.
 fail() {
   echo "pbs_train.sh: error: $*" >&2
   exit 2
@@ -91,8 +92,15 @@ main() {
     on_node "${@:2}"
     exit
   fi
-  [[ -f "${PBS_NODEFILE:-}" ]] || fail "submit this script with qsub; without PBS, use scripts/cluster_train.sh"
-  [[ -n "$(command -v pbsdsh)" ]] || fail "cannot find pbsdsh on $(hostname)"
+  local slots # the host of each slot, as PBS lists them
+  if [[ -f "${PBS_NODEFILE:-}" ]]; then
+    slots="$(<"$PBS_NODEFILE")"
+    [[ -n "$(command -v pbsdsh)" ]] || fail "cannot find pbsdsh on $(hostname)"
+  elif [[ -n "$DRY_RUN" ]]; then # the job that the directives above ask for
+    slots="$(seq -f 'NODE%g' "$(sed -nE 's/^#PBS -l select=([0-9]+).*/\1/p' "${BASH_SOURCE[0]}")")"
+  else
+    fail "submit this script with qsub; without PBS, use scripts/cluster_train.sh"
+  fi
   if [[ $# == 0 ]]; then
     read -r -a words <<<"$ARGS"
     set -- "${words[@]}"
@@ -112,9 +120,9 @@ main() {
     # supervise.py calls this file again, with ATTEMPT set, for each attempt.
     exec "${PYTHON:-python3}" scripts/supervise.py bash scripts/pbs/pbs_train.sh "$config" "$@"
   fi
-  mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
+  mapfile -t hosts < <(awk '!seen[$1]++ { print $1 }' <<<"$slots")
   port="${MASTER_PORT:-$("${PYTHON:-python3}" scripts/guard.py --free-port)}" # this is the first host
-  directory="$(realpath -m "$LOG_DIR")/pbs_$PBS_JOBID"
+  directory="$(realpath -m "$LOG_DIR")/pbs_${PBS_JOBID:-dry_run}"
   if [[ -z "$DRY_RUN" ]]; then
     trap end EXIT
     trap exit INT
@@ -123,7 +131,7 @@ main() {
   fi
   for rank in "${!hosts[@]}"; do
     # PBS lists a host once per slot; pbsdsh takes the number of a slot.
-    slot="$(awk -v host="${hosts[rank]}" '$1 == host { print NR - 1; exit }' "$PBS_NODEFILE")"
+    slot="$(awk -v host="${hosts[rank]}" '$1 == host { print NR - 1; exit }' <<<"$slots")"
     command=(scripts/cluster_train.sh "$config" "${#hosts[@]}" "$rank" "${MASTER_ADDR:-${hosts[0]}}" "$port" "$@")
     echo "\$ pbsdsh -n $slot --$(printf ' %q' "${command[@]}")"
     [[ -n "$DRY_RUN" ]] || start "$slot" "$rank" "${hosts[rank]}" "${command[@]}" &

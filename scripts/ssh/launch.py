@@ -28,7 +28,8 @@ from node import END_SECONDS, HANG_SECONDS, exit_code, request, stop_with_parent
 # `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
 SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
 HOSTS_PER_SECOND = 10  # a jump host may refuse many new connections at once
-RUN = """cd {} 2>/dev/null || {{
+# Input of that bash, on the host.
+RUN = """cd {repository} 2>/dev/null || {{
   echo "launch.py: error: $(hostname): the repository is not at the same path here: set REPO_ROOT"
   exit 2
 }} >&2
@@ -36,114 +37,191 @@ is_new() {{
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null
 }}
 python=python3
-is_new python3 || python={}
+is_new python3 || python={python}
 is_new "$python" || {{
   echo "launch.py: error: $(hostname): $python is not Python 3.8 or newer: set PYTHON"
   exit 2
 }} >&2
-exec "$python" scripts/{}
+exec "$python" scripts/{script}
 """
 
 
 def main():
     words = sys.argv[1:]
     if words[:1] == ["--connect"]:
-        return connect(*words[1:])
-    with_pdsh, split = words[0] == "--pdsh", words.index("--")
-    hosts, (config, *options) = words[with_pdsh:split], words[split + 1 :]
-    for program in ["ssh"] + ["pdsh"] * with_pdsh:
+        path, host, rank = words[1:]
+        return connect(path, host, int(rank))
+    with_pdsh = words[0] == "--pdsh"
+    if with_pdsh:
+        words = words[1:]
+    split = words.index("--")
+    hosts = words[:split]
+    config = words[split + 1]
+    options = words[split + 2 :]
+
+    programs = ["ssh"]
+    if with_pdsh:
+        programs.append("pdsh")
+    for program in programs:
         if not shutil.which(program):
             say(f"error: {program} is not installed here")
             return 2
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
-    root = shlex.quote(os.environ.get("REPO_ROOT") or os.getcwd())
-    python = shlex.quote(os.environ.get("PYTHON") or "python3")
     master = os.environ.get("MASTER_ADDR") or hosts[0]
-    port = os.environ.get("MASTER_PORT") or free_port(hosts[0], root, python)
-    if not port.isdigit():
-        if port:
-            say(f"error: MASTER_PORT is '{port}', not a number")
+    port = os.environ.get("MASTER_PORT")
+    if port and not port.isdigit():
+        say(f"error: MASTER_PORT is '{port}', not a number")
         return 2
+    if not port:
+        port = free_port(hosts[0])
+    if not port:
+        return 2  # free_port() or the host has printed the error
+
+    run_node = input_of_bash("ssh/node.py")
     nodes = {}
     for rank, host in enumerate(hosts):
         command = ["scripts/cluster_train.sh", config, str(len(hosts)), str(rank), master, port]
-        run_node = RUN.format(root, python, "ssh/node.py")
-        nodes[host] = Node(f"{run_node}{request([*command, *options])}\n")
+        command += options
+        nodes[host] = Node(f"{run_node}{request(command)}\n")
     return run(nodes, with_pdsh)
 
 
-def free_port(host, root, python):
+def input_of_bash(script):
+    """The input of bash on a host that runs this script of the repository."""
+    repository = os.environ.get("REPO_ROOT") or os.getcwd()
+    python = os.environ.get("PYTHON") or "python3"
+    return RUN.format(repository=shlex.quote(repository), python=shlex.quote(python), script=script)
+
+
+def free_port(host):
     """A free port on that host; "" if none was found (the error has then been printed)."""
-    ask = RUN.format(root, python, "guard.py --free-port").encode()
-    answer = subprocess.run([*SSH, host, "exec bash -s"], input=ask, stdout=subprocess.PIPE)
+    command = [*SSH, host, "exec bash -s"]
+    text = input_of_bash("guard.py --free-port")
+    answer = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE)
     if answer.returncode == 255:
         say(f"error: cannot ask {host} for a free port: does `ssh {host}` work?")
-    *_, last = ["", *answer.stdout.decode().split()]  # its shell may print other text first
-    return last if answer.returncode == 0 and last.isdigit() else ""
+    words = answer.stdout.decode().split()
+    if answer.returncode != 0 or not words:
+        return ""
+    port = words[-1]  # its shell may print other text first
+    return port if port.isdigit() else ""
 
 
 class Node:
     """The launcher's connection to a host."""
 
     def __init__(self, text):
-        self.unsent, self.socket, self.status = text.encode(), None, None
+        self.unsent = text.encode()
+        self.socket = None  # until connect() has connected
+        self.status = None  # the exit code, once ssh has exited
 
     def poll(self):
-        """Send pending input. Once ssh has exited, self.status is its exit code."""
-        if self.socket and self.status is None:
-            with suppress(OSError):  # the buffer is full, or ssh has exited
-                self.unsent = self.unsent[self.socket.send(self.unsent, socket.MSG_DONTWAIT) :]
-            try:
-                self.status = int(self.socket.recv(9, socket.MSG_DONTWAIT) or 255)
-            except BlockingIOError:
-                pass
-            except ConnectionError:  # connect() was killed
-                self.status = 255
+        """Send pending input, and receive the exit code if there is one."""
+        if self.socket is None or self.status is not None:
+            return
+        with suppress(OSError):  # the buffer is full, or ssh has exited
+            sent = self.socket.send(self.unsent, socket.MSG_DONTWAIT)
+            self.unsent = self.unsent[sent:]
+        try:
+            received = self.socket.recv(9, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionError:  # connect() was killed
+            received = b""
+        self.status = int(received) if received else 255
 
 
 def run(nodes, with_pdsh):
     """Run until all nodes have exited. Returns the exit code."""
-    signals, (wakeup_read, wakeup_write) = [], socket.socketpair()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda number, _: signals.append(number))
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    wakeup_write.setblocking(False)
-    signal.set_wakeup_fd(wakeup_write.fileno())  # ends wait()
-    failed, word, deadline = None, None, math.inf
+    wakeup_read, wakeup_write = socket.socketpair()
+    signals = record_signals(wakeup_write)
+    failed = None  # (name, exit code) of the first node that failed
+    killed = False  # by a second Ctrl-C
+    word = None  # the last one sent to the nodes
+    deadline = math.inf
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
-        server = socket.socket(socket.AF_UNIX)
-        server.bind(f"{directory}/socket")
-        server.listen(len(nodes))
-        server.setblocking(False)
-        starters = start([*nodes], f"{directory}/socket", with_pdsh)
-        while any(n.status is None for n in nodes.values()) and time.monotonic() < deadline:
+        path = f"{directory}/socket"
+        server = listen(path, len(nodes))
+        starters = start(list(nodes), path, with_pdsh)
+        while time.monotonic() < deadline:
+            if all(node.status is not None for node in nodes.values()):
+                break
             wait(server, wakeup_read, nodes.values(), deadline)
-            with suppress(BlockingIOError):
-                while True:
-                    connection, _ = server.accept()
-                    nodes[connection.makefile().readline().strip()].socket = connection
+            accept_connections(server, nodes)
             for node in nodes.values():
                 node.poll()
-            codes = [(host, node.status) for host, node in nodes.items()]
-            codes += [(name, starter.poll()) for name, starter in starters]
-            failed = failed or next(((name, exit_code(c)) for name, c in codes if c), None)
-            aborted = signal.SIGINT in signals[1:]
-            due = "end" if failed or aborted else "stop" if signals else None
-            if due != word:
-                word = due
-                for node in nodes.values():
-                    node.unsent += f"{word}\n".encode()
-                if word == "end":
-                    deadline = time.monotonic() + END_SECONDS + HANG_SECONDS
-                else:
-                    say("stopping: all ranks save and exit; press Ctrl-C again to kill them")
+            if failed is None:
+                failed = find_failure(nodes, starters)
+            killed = signal.SIGINT in signals[1:]
+            if word != "end" and (failed or killed):
+                word = "end"
+                send(word, nodes)
+                deadline = time.monotonic() + END_SECONDS + HANG_SECONDS
+            elif word is None and signals:
+                word = "stop"
+                send(word, nodes)
+                say("stopping: all ranks save and exit; press Ctrl-C again to kill them")
     signal.set_wakeup_fd(-1)  # the sockets are about to be closed; a starter may still end
-    if aborted and any(node.status != 0 for node in nodes.values()):
+    if killed and any(node.status != 0 for node in nodes.values()):
         return 130
-    if failed:
-        report(*failed)
-    return failed[1] if failed else 0
+    if failed is None:
+        return 0
+    name, status = failed
+    report(name, status)
+    return status
+
+
+def record_signals(wakeup):
+    """From now on, append each stop signal to the list returned, and write to the socket."""
+    signals = []
+
+    def on_signal(number, _frame):
+        signals.append(number)
+
+    def on_exit_of_a_starter(_number, _frame):
+        pass  # without a handler, it would not write to the socket
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, on_signal)
+    signal.signal(signal.SIGCHLD, on_exit_of_a_starter)
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno())  # ends wait()
+    return signals
+
+
+def listen(path, count):
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen(count)
+    server.setblocking(False)
+    return server
+
+
+def accept_connections(server, nodes):
+    """Accept connections from connect(), which first sends the name of its host."""
+    while True:
+        try:
+            connection, _ = server.accept()
+        except BlockingIOError:
+            return
+        host = connection.makefile().readline().strip()
+        nodes[host].socket = connection
+
+
+def find_failure(nodes, starters):
+    """(name, exit code) of a node that has failed, or of a process that start() has started."""
+    codes = [(host, node.status) for host, node in nodes.items()]
+    codes += [(name, starter.poll()) for name, starter in starters]
+    for name, code in codes:
+        if code:
+            return name, exit_code(code)
+    return None
+
+
+def send(word, nodes):
+    for node in nodes.values():
+        node.unsent += f"{word}\n".encode()
 
 
 def wait(server, wakeup_read, nodes, deadline):
@@ -153,11 +231,16 @@ def wait(server, wakeup_read, nodes, deadline):
         events.register(wakeup_read, selectors.EVENT_READ)
         for node in nodes:
             if node.socket and node.status is None:
-                write = selectors.EVENT_WRITE if node.unsent else 0
-                events.register(node.socket, selectors.EVENT_READ | write)
-        found = events.select(None if deadline == math.inf else max(0, deadline - time.monotonic()))
-        if any(key.fileobj == wakeup_read for key, _ in found):
-            wakeup_read.recv(4096)
+                awaited = selectors.EVENT_READ
+                if node.unsent:
+                    awaited |= selectors.EVENT_WRITE
+                events.register(node.socket, awaited)
+        timeout = None
+        if deadline < math.inf:
+            timeout = max(0, deadline - time.monotonic())
+        for key, _ in events.select(timeout):
+            if key.fileobj == wakeup_read:
+                wakeup_read.recv(4096)
 
 
 def start(hosts, path, with_pdsh):
@@ -168,38 +251,47 @@ def start(hosts, path, with_pdsh):
     connect = ["scripts/ssh/launch.py", "--connect", path]
     if with_pdsh:
         pdsh = ["pdsh", "-R", "exec", "-f", str(len(hosts)), "-w", ",".join(hosts)]
-        return [("pdsh", subprocess.Popen([*pdsh, *connect, "%h", "%n"], start_new_session=True))]
+        command = [*pdsh, *connect, "%h", "%n"]
+        return [("pdsh", subprocess.Popen(command, start_new_session=True))]
     starters = []
     for rank, host in enumerate(hosts):
-        screen = subprocess.DEVNULL if rank else None
         command = [*connect, host, str(rank)]
-        starters.append((host, subprocess.Popen(command, stdout=screen, start_new_session=True)))
+        output = None if rank == 0 else subprocess.DEVNULL  # the screen shows node rank 0 only
+        process = subprocess.Popen(command, stdout=output, start_new_session=True)
+        starters.append((host, process))
     return starters
 
 
 def connect(path, host, rank):
     """Run ssh for one host: input from the launcher, output to stdout and the log file."""
-    time.sleep(int(rank) // HOSTS_PER_SECOND)
+    time.sleep(rank // HOSTS_PER_SECOND)
     with socket.socket(socket.AF_UNIX) as launcher, suppress(ConnectionError, FileNotFoundError):
         launcher.connect(path)
         launcher.sendall(f"{host}\n".encode())
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        command = [*SSH, host, "exec bash -s"]
-        ssh = subprocess.Popen(command, stdin=launcher, preexec_fn=stop_with_parent, **output)
+        ssh = subprocess.Popen(
+            [*SSH, host, "exec bash -s"],
+            stdin=launcher,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=stop_with_parent,
+        )
         # -p: keep writing the log if stdout is closed
         subprocess.run(["tee", "-p", log_of(host)], stdin=ssh.stdout)
-        launcher.sendall(str(exit_code(ssh.wait())).encode())
+        code = exit_code(ssh.wait())
+        launcher.sendall(str(code).encode())
 
 
 def log_of(host):
-    return os.path.join(os.environ.get("LOG_DIR") or "logs", f"node_{host}.log")
+    directory = os.environ.get("LOG_DIR") or "logs"
+    return os.path.join(directory, f"node_{host}.log")
 
 
 def report(host, status):
     say(f"error: {host} failed (exit code {status}), so all nodes were stopped")
     with suppress(OSError), open(log_of(host), errors="replace") as log:
-        last = "  ".join(collections.deque(log, 15)).rstrip()
-        say(f"the end of {log_of(host)}:\n  {last}")
+        lines = collections.deque(log, 15)  # the last ones
+        text = "  ".join(lines).rstrip()
+        say(f"the end of {log_of(host)}:\n  {text}")
 
 
 def say(text):

@@ -15,6 +15,7 @@
 
 set -euo pipefail
 
+# A copy in each script: sourcing a file would take as many lines.
 fail() {
   echo "launch_pdsh_multinode.sh: error: $*" >&2
   exit 2

@@ -11,6 +11,7 @@
 
 set -euo pipefail
 
+# A copy in each script: sourcing a file would take as many lines.
 fail() {
   echo "launch_singlenode.sh: error: $*" >&2
   exit 2

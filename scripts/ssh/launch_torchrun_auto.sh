@@ -31,6 +31,7 @@ FAN_OUT="${FAN_OUT:-ssh}"
 LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
+# A copy in each script: sourcing a file would take as many lines.
 fail() {
   echo "launch_torchrun_auto.sh: error: $*" >&2
   exit 2

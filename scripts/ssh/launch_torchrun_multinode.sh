@@ -18,6 +18,7 @@ set -euo pipefail
 
 MASTER_PORT="${MASTER_PORT:-29400}"
 
+# A copy in each script: sourcing a file would take as many lines.
 fail() {
   echo "launch_torchrun_multinode.sh: error: $*" >&2
   exit 2

@@ -24,14 +24,15 @@ import time
 import uuid
 from contextlib import suppress
 
-# Time limits:
-# END_SECONDS   After `end`, node.py kills its command. Another node has failed, or Ctrl-C was
-#               pressed twice; ranks that wait for a failed rank would never exit.
-# GONE_SECONDS  The same if the launcher was killed or the connection lost: more ranks may be able
-#               to save. Under supervise.py, which may restart at once, it is END_SECONDS.
-# HANG_SECONDS  After END_SECONDS and this, the launcher exits without waiting for its nodes.
-# After `stop`, the last save may take any time.
-END_SECONDS, GONE_SECONDS, HANG_SECONDS = 5, 30, 10
+# After `end`, node.py kills its command this many seconds later. Another node has failed, or Ctrl-C
+# was pressed twice; ranks that wait for a failed rank would never exit.
+END_SECONDS = 5
+# The same if the launcher was killed or the connection lost: more ranks may be able to save. Under
+# supervise.py, which may restart at once, it is END_SECONDS.
+GONE_SECONDS = 30
+# After END_SECONDS and this, the launcher exits without waiting for its nodes.
+HANG_SECONDS = 10
+# After `stop`, there is no limit: the last save may take any time.
 
 # Variables of a host, a session or an MPI process are not forwarded. Those of modules
 # (LOADEDMODULES, ...) are, because they describe PATH and LD_LIBRARY_PATH, which are forwarded too.
@@ -44,41 +45,80 @@ PRIVATE = re.compile(
 
 def request(command):
     """The line that makes node.py run the command with this process's environment."""
-    environment = {k: v for k, v in os.environ.items() if not PRIVATE.fullmatch(k)}
+    environment = {}
+    for name, value in os.environ.items():
+        if not PRIVATE.fullmatch(name):
+            environment[name] = value
     return json.dumps({"command": command, "environment": environment, "id": uuid.uuid4().hex})
 
 
 def serve():
     """Run the command requested on standard input. Returns the exit code."""
     launcher = open(0, "rb", buffering=0)  # unbuffered: select() does not see buffered lines
-    line, signals = launcher.readline(), []
+    line = launcher.readline()
     if not line.endswith(b"\n"):  # the launcher has already exited
         return 128 + signal.SIGTERM
     wanted = json.loads(line)
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # from a scheduler
-        signal.signal(number, lambda number, _: signals.append(number))
-    environment = {**os.environ, **wanted["environment"], "ON_NODE": wanted["id"]}
+    signals = record_signals()
+    environment = dict(os.environ)
+    environment.update(wanted["environment"])
+    environment["ON_NODE"] = wanted["id"]
     mark = f"ON_NODE={wanted['id']}".encode()
     reaper = start_reaper(mark)
-    options = {"stdin": subprocess.DEVNULL, "start_new_session": True}
     command = subprocess.Popen(
-        wanted["command"], env=environment, preexec_fn=stop_with_parent, **options
+        wanted["command"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=stop_with_parent,
     )
-    stopping, deadline = False, math.inf
-    while command.poll() is None and time.monotonic() < deadline:
-        ready = select.select([launcher] * (deadline == math.inf), [], [], 0.1)[0]
-        word = launcher.readline() or b"gone" if ready else b"stop" * bool(signals)
-        if word and not stopping:  # once: a second SIGTERM may interrupt a save
-            stopping = True
-            command.terminate()
-        if word in (b"end\n", b"gone"):
-            hurry = word == b"end\n" or "ATTEMPT" in environment
-            deadline = time.monotonic() + (END_SECONDS if hurry else GONE_SECONDS)
+    end_seconds = {b"end\n": END_SECONDS, b"gone": GONE_SECONDS}
+    if "ATTEMPT" in environment:  # under supervise.py
+        end_seconds[b"gone"] = END_SECONDS
+    wait(command, launcher, signals, end_seconds)
     with suppress(ProcessLookupError):
         os.killpg(command.pid, signal.SIGKILL)
     kill_all(mark)
     os.kill(reaper, signal.SIGKILL)
     return exit_code(command.wait())
+
+
+def record_signals():
+    """From now on, append each stop signal, which a scheduler may send, to the list returned."""
+    signals = []
+
+    def on_signal(number, _frame):
+        signals.append(number)
+
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return signals
+
+
+def wait(command, launcher, signals, end_seconds):
+    """Wait until the command has exited, or its time after one of these words is over."""
+    stopping = False
+    deadline = math.inf
+    while command.poll() is None and time.monotonic() < deadline:
+        if deadline < math.inf:
+            time.sleep(0.1)
+            continue
+        word = next_word(launcher, signals)
+        if word and not stopping:  # once: a second SIGTERM may interrupt a save
+            stopping = True
+            command.terminate()
+        if word in end_seconds:
+            deadline = time.monotonic() + end_seconds[word]
+
+
+def next_word(launcher, signals):
+    """The launcher's next line, b"gone" if it has exited; b"stop" after a signal; else b""."""
+    ready, _, _ = select.select([launcher], [], [], 0.1)
+    if ready:
+        return launcher.readline() or b"gone"
+    if signals:
+        return b"stop"
+    return b""
 
 
 def start_reaper(mark):
