@@ -23,7 +23,7 @@
 #
 # Examples:
 #   sbatch slurm_train_multinode.sh
-#   sbatch --nodes=4 --gpus-per-node=8 slurm_train_multinode.sh configs/default_config.yaml --epochs 10
+#   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 slurm_train_multinode.sh configs/default_config.yaml --epochs 10
 #   EPOCHS=20 BATCH_SIZE=128 LEARNING_RATE=0.1 CHECKPOINT_DIR=/scratch/run1 sbatch slurm_train_multinode.sh
 
 #SBATCH --job-name=train
@@ -55,6 +55,7 @@ DATA_DIR="${DATA_DIR:-}"
 CHECKPOINT_DIR="${CHECKPOINT_DIR:-}"
 DRY_RUN="${DRY_RUN:-}"
 
+# A copy in each job script: it is needed before the repository is found.
 fail() {
   echo "slurm_train_multinode.sh: error: $*" >&2
   exit 2
@@ -65,6 +66,7 @@ print_help() {
 }
 
 # Slurm runs a copy of this file, so ask Slurm for the original path.
+# A copy in each job script: no other file can be sourced before.
 find_repository() {
   local submitted place
   submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
@@ -72,7 +74,7 @@ find_repository() {
   until [[ -f "$submitted" || "$submitted" != *" "* ]]; do
     submitted="${submitted% *}" # drop an argument
   done
-  for place in "$REPO_ROOT" "${SLURM_SUBMIT_DIR:-$PWD}" "$(dirname "$(realpath "$submitted")")"; do
+  for place in "$REPO_ROOT" "${SLURM_SUBMIT_DIR:-$PWD}" "$(dirname "$(realpath "${submitted:-$0}")")"; do
     if [[ -n "$place" && -f "$place/train_distributed.py" ]]; then
       echo "$place"
       return
@@ -84,6 +86,10 @@ find_repository() {
 # gpus_per_node: prints the number of GPUs that a step gets on each node. With --exclusive, that is what the
 # job requested, not all GPUs. SLURM_GPUS_PER_NODE does not reflect --gres on the command line.
 gpus_per_node() {
+  if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+    directive gpus-per-node
+    return
+  fi
   local job="$SLURM_JOB_ID" numbers
   [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" # else all tasks
   job="$(scontrol show job --details "$job")"
@@ -99,9 +105,23 @@ gpus_per_node() {
 
 # exec_command COMMAND...: replaces this shell. At a preemption, Slurm's SIGTERM would kill the shell at once,
 # while srun waits until the ranks have saved.
+# A copy in both scripts that call srun: sourcing a file would take as many lines.
 exec_command() {
   echo "\$$(printf ' %q' "$@")"
   [[ -n "$DRY_RUN" ]] || exec "$@"
+}
+
+# pretend_job: for DRY_RUN outside Slurm, the job that the directives above ask for.
+pretend_job() {
+  SLURM_NNODES="${SLURM_NNODES:-$(directive nodes)}"
+  SLURM_JOB_NODELIST=NODES
+  SLURM_JOB_CPUS_PER_NODE="$(($(directive ntasks-per-node) * $(directive cpus-per-task)))"
+  export MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}"
+}
+
+# directive NAME: its value in this file.
+directive() {
+  sed -n "s/^#SBATCH --$1=//p" "${BASH_SOURCE[0]}"
 }
 
 main() {
@@ -109,7 +129,10 @@ main() {
     print_help
     exit
   fi
-  [[ -n "${SLURM_JOB_ID:-}" ]] || fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
+  if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+    [[ -n "$DRY_RUN" ]] || fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
+    pretend_job
+  fi
   REPO_ROOT="$(find_repository)"
   local this
   this="$(realpath "$0")"
@@ -133,8 +156,9 @@ main() {
     # supervise.py calls this file again, with ATTEMPT set, for each attempt.
     exec "${PYTHON:-python3}" scripts/supervise.py bash "$this" "$config" "$@"
   fi
-  # One task per GPU, each with its share of the cores, whatever the job requested per task. A task
-  # sees all GPUs of its node and uses that of its local rank: with only one visible, NVLink would be lost.
+  # One task per GPU, each with its share of the cores, whatever the job requested per task. guard.py binds
+  # it to them, or to those near its GPU. A task sees all GPUs of its node and uses that of its local rank:
+  # with only one visible, NVLink would be lost.
   gpus="$(gpus_per_node)"
   ((gpus > 0)) || gpus=1
   cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | sed -n 1p)" # 64(x2),32
@@ -149,7 +173,7 @@ main() {
   [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
   exec_command "${srun[@]}" --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
     --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" --cpus-per-task="$cores" \
-    --kill-on-bad-exit=1 ${RANK_PREFIX:+--label} "${python[@]}" "${script[@]}" --config "$config" "$@"
+    --kill-on-bad-exit=1 --cpu-bind=none ${RANK_PREFIX:+--label} "${python[@]}" "${script[@]}" --config "$config" "$@"
 }
 
 main "$@"

@@ -10,7 +10,7 @@
 #
 # Examples:
 #   sbatch slurm_train_single_node.sh
-#   sbatch --gpus-per-node=8 slurm_train_single_node.sh configs/default_config.yaml --epochs 10
+#   sbatch --gpus-per-node=8 --ntasks-per-node=8 slurm_train_single_node.sh configs/default_config.yaml --epochs 10
 
 #SBATCH --job-name=train
 #SBATCH --nodes=1
@@ -30,6 +30,7 @@ set -euo pipefail
 
 REPO_ROOT="${REPO_ROOT:-}"
 
+# A copy in each job script: it is needed before the repository is found.
 fail() {
   echo "slurm_train_single_node.sh: error: $*" >&2
   exit 2
@@ -40,6 +41,7 @@ print_help() {
 }
 
 # Slurm runs a copy of this file, so ask Slurm for the original path.
+# A copy in each job script: no other file can be sourced before.
 find_repository() {
   local submitted place
   submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
@@ -47,7 +49,7 @@ find_repository() {
   until [[ -f "$submitted" || "$submitted" != *" "* ]]; do
     submitted="${submitted% *}" # drop an argument
   done
-  for place in "$REPO_ROOT" "${SLURM_SUBMIT_DIR:-$PWD}" "$(dirname "$(realpath "$submitted")")"; do
+  for place in "$REPO_ROOT" "${SLURM_SUBMIT_DIR:-$PWD}" "$(dirname "$(realpath "${submitted:-$0}")")"; do
     if [[ -n "$place" && -f "$place/train_distributed.py" ]]; then
       echo "$place"
       return
@@ -61,10 +63,12 @@ main() {
     print_help
     exit
   fi
-  [[ -n "${SLURM_JOB_ID:-}" ]] || fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
+  [[ -n "${SLURM_JOB_ID:-}${DRY_RUN:-}" ]] ||
+    fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
   REPO_ROOT="$(find_repository)"
   export REPO_ROOT
   # sbatch has read the directives; the rest is the same as for several nodes.
+  [[ -n "${SLURM_JOB_ID:-}" ]] || export SLURM_NNODES=1
   exec bash "$REPO_ROOT/slurm_train_multinode.sh" "$@"
 }
 
