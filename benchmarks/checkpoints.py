@@ -6,7 +6,7 @@
     python benchmarks/checkpoints.py --recipes async_checkpoint another    # of docs/recipes
 
 The trainer and patched copies alternate; all train between saves. The output has medians (and
-quartiles) over the saves: the duration of save_checkpoint(), the time until the checkpoint is on
+quartiles) over the saves: the duration of save(), the time until the checkpoint is on
 disk, the duration of a step while it is written, as a multiple of the steps just before, and the
 training time that the checkpoint costs: the stall, plus what these steps took longer.
 """
@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ranks import MALLOC, load_trainer, run_ranks
+from ranks import MALLOC, load_trainer, repeated, run_ranks
 
 STEPS = 5  # before each save
 
@@ -32,14 +32,13 @@ class Trainer:
         options = "--dataset synthetic --image-size 32 --batch-size 4 --epochs 99 --keep 2 --model"
         words = [*options.split(), model, f"--checkpoint-dir={directory / 'run'}"]
         cfg = self.code.parse_config(words)
-        run_directory = self.code.RunDirectory(Path(cfg.checkpoint_dir))
-        run_directory.lock()
+        task = self.code.Task()
         with contextlib.redirect_stdout(sys.stderr):
             world = self.code.setup_distributed(cfg)
-        self.run = self.code.Run(cfg, world, run_directory, {})
-        self.run.model.train()
-        self.metrics = self.code.Metrics(world.device)
-        self.batches = (batch for _ in iter(int, 1) for batch in self.run.train_loader)
+            self.run = self.code.open_run(task, cfg, world)
+        self.run.learner.model.train()
+        self.sums = self.code.ExactSums(task.sums, world.device)
+        self.batches = repeated(self.run.train_loader)
         self.saves: list[list[float]] = []  # for each: seconds, seconds, ratio, seconds
 
     def now(self) -> float:
@@ -50,20 +49,24 @@ class Trainer:
     def step(self) -> float:
         """Train one step. Returns its duration in seconds."""
         began = self.now()
-        step = self.run.global_step % self.run.sampler.steps_per_epoch
-        self.code.train_step(self.run, self.batches, step, self.metrics)
+        self.code.train_step(self.run, self.batches, self.sums)
+        self.run.state.step += 1
         return self.now() - began
 
     def save(self) -> None:
         """Save while training continues. Adds [stall, on disk, slowdown, cost] to self.saves."""
         alone = statistics.median(self.step() for _ in range(STEPS))
-        goal, during, began = self.run.global_step, [], self.now()
-        self.code.save_checkpoint(self.run, final=False)
+        saved_step = self.run.state.step
+        began = self.now()
+        self.run.writer.save(self.run.state, self.run.learner)
         stall = self.now() - began
-        while self.run.saved_step < goal:
+        during = []  # seconds of each step while the checkpoint is written
+        while self.run.writer.saved_step < saved_step:
             during.append(self.step())
-        on_disk, slowdown = self.now() - began, statistics.mean(during or [alone]) / alone
-        self.saves.append([stall, on_disk, slowdown, stall + sum(t - alone for t in during)])
+        on_disk = self.now() - began
+        slowdown = statistics.mean(during or [alone]) / alone
+        cost = stall + sum(seconds - alone for seconds in during)
+        self.saves.append([stall, on_disk, slowdown, cost])
 
 
 def main() -> None:

@@ -32,10 +32,11 @@ class Setup:
     data_dir: str = "data"  # of MNIST and of imagefolder
     classes: int = 1000  # except for MNIST
     size: int = 224  # pixels per side, except for MNIST
-    amp: bool = False  # bf16
+    amp: str = ""  # or bf16, or fp16
     compile: bool = False
     workers: int = 2  # loader processes per rank
     idle: bool = False  # profile the last block instead of timing it
+    tuned: bool = False  # for the peers: normalized floats in memory, channels_last
 
 
 class Profile:
@@ -112,13 +113,42 @@ def network(setup: Setup | None = None):
         import torchvision
 
         return torchvision.models.get_model(setup.model, num_classes=setup.classes)
-    convolutions = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
-    head = nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)
-    return nn.Sequential(*convolutions, *head)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def peer_network(setup: Setup):
+    """network(), with the memory layout of `ours` if setup.tuned."""
+    import torch
+
+    if setup.tuned:
+        return network(setup).to(memory_format=torch.channels_last)
+    return network(setup)
+
+
+def mnist_floats(setup: Setup):
+    """(normalized images of the shape [N, 1, 28, 28], labels) in memory."""
+    import torchvision
+
+    data = torchvision.datasets.MNIST(setup.data_dir)
+    images = data.data[:, None].float().div_(255).sub_(0.1307).div_(0.3081)
+    return images, data.targets
 
 
 def dataset(setup: Setup):
-    """The data set as in the examples of PyTorch, Lightning, Accelerate: a transform per image."""
+    """The data set as in the examples of PyTorch, Lightning, Accelerate: a transform per image.
+
+    With setup.tuned, MNIST is a TensorDataset of normalized floats; synthetic images always are.
+    """
     import torch
     import torchvision
     from torchvision import transforms
@@ -134,6 +164,8 @@ def dataset(setup: Setup):
         scale = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
         steps = transforms.Compose([*steps, transforms.ToTensor(), scale])
         return torchvision.datasets.ImageFolder(Path(setup.data_dir, "train"), steps)
+    if setup.tuned:
+        return torch.utils.data.TensorDataset(*mnist_floats(setup))
     steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
     return torchvision.datasets.MNIST(setup.data_dir, transform=transforms.Compose(steps))
 
@@ -176,7 +208,14 @@ def join(setup: Setup):
 def autocast(setup: Setup):
     import torch
 
-    return torch.autocast(setup.device, torch.bfloat16, enabled=setup.amp)
+    dtype = torch.float16 if setup.amp == "fp16" else torch.bfloat16
+    return torch.autocast(setup.device, dtype, enabled=bool(setup.amp))
+
+
+def grad_scaler(setup: Setup):
+    import torch
+
+    return torch.amp.GradScaler(setup.device, enabled=setup.amp == "fp16")
 
 
 def ours(setup: Setup, clock: Clock, *more: str) -> None:
@@ -184,34 +223,53 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
     sys.path.insert(0, str(REPO))
     import train_distributed as trainer
 
-    class Repeated(trainer.InMemoryImages):
+    class Repeated(trainer.InMemoryDataset):
+        """The same images again and again, so that no epoch ends within a turn."""
+
         def __len__(self) -> int:
             return needed(setup.steps, setup.batch, ranks())
 
-        def __getitems__(self, keys):
+        def __getitems__(self, keys: list[int]) -> list:
             return super().__getitems__([key % SYNTHETIC for key in keys])
 
-    def endless(cfg):
-        train, test, spec = get_datasets(cfg)
-        return Repeated(*train[:SYNTHETIC]), test, spec
+    class BenchmarkTask(trainer.Task):
+        def data(self, cfg):
+            train, test = super().data(cfg)
+            if setup.dataset == "synthetic":
+                images, labels = train.tensors
+                train = Repeated(images[:SYNTHETIC], labels[:SYNTHETIC])
+            return train, test
 
-    def timed(*arguments) -> None:
-        step(*arguments)
+    def timed_step(*arguments) -> None:
+        train_step(*arguments)
         clock.tick()
 
-    options = f"--dropout 0 --warmup-epochs 0 --lr 0.01 --weight-decay 0 --epochs {clock.steps}"
-    options += f" --stop-at-step {clock.steps} --log-every-steps {clock.block}"
-    options += f" --batch-size {setup.batch} --model {setup.model} --dataset {setup.dataset}"
-    options += f" --amp {'bf16' if setup.amp else 'off'}" + " --compile" * setup.compile
-    options += f" --num-workers {setup.workers}"
-    options += f" --image-size {setup.size}" * (setup.dataset != "mnist")
-    step, trainer.train_step = trainer.train_step, timed
-    get_datasets = trainer.get_datasets
-    if setup.dataset == "synthetic":
-        trainer.get_datasets = endless
-    paths = f"--checkpoint-dir={setup.directory}", f"--data-dir={setup.data_dir}"
+    options = [
+        "--dropout=0",
+        "--warmup-epochs=0",
+        "--lr=0.01",
+        "--weight-decay=0",
+        f"--epochs={clock.steps}",
+        f"--stop-at-step={clock.steps}",
+        f"--log-every-steps={clock.block}",
+        f"--batch-size={setup.batch}",
+        f"--model={setup.model}",
+        f"--dataset={setup.dataset}",
+        f"--data-dir={setup.data_dir}",
+        f"--num-workers={setup.workers}",
+        f"--checkpoint-dir={setup.directory}",
+        *more,
+    ]
+    if setup.dataset != "mnist":
+        options.append(f"--image-size={setup.size}")
+    if setup.amp:
+        options.append(f"--amp={setup.amp}")
+    if setup.compile:
+        options.append("--compile")
+    train_step = trainer.train_step
+    trainer.train_step = timed_step
     with contextlib.redirect_stdout(sys.stderr):
-        trainer.main([*options.split(), *paths, *more])
+        trainer.main(BenchmarkTask(), options)
 
 
 def bare(setup: Setup, clock: Clock) -> None:
@@ -227,13 +285,10 @@ def reproducible(setup: Setup, clock: Clock) -> None:
 def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
     """A bare loop over normalized floats on the device: no loader, no DDP, no metrics."""
     import torch
-    import torchvision
 
     device = my_device(setup)
     if setup.dataset == "mnist":
-        data = torchvision.datasets.MNIST(setup.data_dir)
-        images = data.data[:, None].float().div_(255).sub_(0.1307).div_(0.3081)
-        labels = data.targets
+        images, labels = mnist_floats(setup)
     else:
         number = max(SYNTHETIC, setup.batch + 1)
         images = torch.randn(number, 3, setup.size, setup.size)
@@ -247,6 +302,7 @@ def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
     labels, order = labels.to(device), torch.randperm(len(images)).to(device)
     model = network(setup).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    scaler = grad_scaler(setup)
     if setup.compile:
         model.compile(dynamic=False)
     while not clock.over:
@@ -255,9 +311,10 @@ def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
         optimizer.zero_grad()
         with autocast(setup):
             loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
-        loss.backward()
+        scaler.scale(loss).backward()
         exchange(model)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         clock.tick()
 
 
@@ -285,14 +342,17 @@ def usual_loop(setup: Setup, clock: Clock, loader, model, device, read_loss_ever
     if setup.compile:
         model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    scaler = grad_scaler(setup)
     while not clock.over:
         for number, (images, labels) in enumerate(loader):
-            images, labels = images.to(device), labels.to(device)
+            images = images.to(device)
+            labels = labels.to(device)
             optimizer.zero_grad()
             with autocast(setup):
                 loss = torch.nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             if number % read_loss_every == 0:
                 loss.item()
             clock.tick()
@@ -338,7 +398,7 @@ def lightning(setup: Setup, clock: Clock) -> None:
     class Images(LightningModule):
         def __init__(self):
             super().__init__()
-            self.network = network(setup)
+            self.network = peer_network(setup)
 
         def training_step(self, batch, _index):
             images, labels = batch
@@ -359,7 +419,7 @@ def lightning(setup: Setup, clock: Clock) -> None:
             accelerator="gpu" if setup.device == "cuda" else "cpu",
             devices=ranks(),
             strategy="ddp" if ranks() > 1 else "auto",
-            precision="bf16-mixed" if setup.amp else "32-true",
+            precision={"": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[setup.amp],
             max_steps=clock.steps,
             callbacks=[Watch()],
             default_root_dir=setup.directory,
@@ -380,8 +440,10 @@ def accelerate(setup: Setup, clock: Clock) -> None:
     if ranks() == 1:  # otherwise it expects other ranks
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
-    accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if setup.amp else "no")
-    model = torch.compile(network(setup)) if setup.compile else network(setup)
+    accelerator = Accelerator(cpu=not gpu, mixed_precision=setup.amp or "no")
+    model = peer_network(setup)
+    if setup.compile:
+        model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loader = DataLoader(dataset(setup), setup.batch, shuffle=True, **loading(setup))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -397,12 +459,66 @@ def accelerate(setup: Setup, clock: Clock) -> None:
                 break
 
 
+def timm(setup: Setup, clock: Clock) -> None:
+    """timm's loader, loss and optimizer, in the loop of its train.py."""
+    import torch
+    from timm.data import create_loader
+    from timm.loss import LabelSmoothingCrossEntropy
+    from timm.optim import create_optimizer_v2
+    from timm.utils import NativeScaler
+    from torch.utils.data import DataLoader
+
+    device = join(setup) if ranks() > 1 else my_device(setup)
+    if setup.dataset == "imagefolder":
+        loader = create_loader(
+            dataset(setup),
+            input_size=(3, setup.size, setup.size),
+            batch_size=setup.batch,
+            is_training=True,
+            num_workers=setup.workers,
+            distributed=ranks() > 1,
+            device=device,
+        )
+    else:
+        loader = DataLoader(dataset(setup), setup.batch, shuffle=True, **loading(setup))
+    model = peer_network(setup).to(device)
+    optimizer = create_optimizer_v2(model, opt="momentum", lr=0.01, momentum=0.9)
+    scaler = NativeScaler(device=setup.device) if setup.amp == "fp16" else None
+    criterion = LabelSmoothingCrossEntropy(0.0)
+    if ranks() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    if setup.compile:
+        model = torch.compile(model)
+    while not clock.over:
+        for images, labels in loader:
+            images = images.to(device)
+            labels = labels.to(device)
+            if setup.tuned:
+                images = images.contiguous(memory_format=torch.channels_last)
+            with autocast(setup):
+                loss = criterion(model(images), labels)
+            if scaler:
+                scaler(loss, optimizer, parameters=model.parameters())
+            else:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            clock.tick()
+            if clock.over:
+                break
+
+
 CONTESTANTS = {
-    function.__name__: function
-    for function in (
-        *(limit, sums, ours, bare, reproducible),
-        *(template, examples, lightning, accelerate),
-    )
+    "limit": limit,
+    "sums": sums,
+    "ours": ours,
+    "bare": bare,
+    "reproducible": reproducible,
+    "template": template,
+    "examples": examples,
+    "lightning": lightning,
+    "accelerate": accelerate,
+    "timm": timm,
 }
 
 

@@ -19,20 +19,25 @@ import multiprocessing
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-from PIL import Image
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import can lose a KeyboardInterrupt
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_distributed as trainer  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))
+FORK = multiprocessing.get_context("fork")
+WORK_DIRECTORY = "LOADER_BENCHMARK_DIRECTORY"  # set in the process that measures
 
 
 def make_file(root: Path, copies: int, index: int) -> None:
@@ -53,40 +58,9 @@ def make_file(root: Path, copies: int, index: int) -> None:
         first.unlink()
 
 
-@contextlib.contextmanager
-def starting_processes():
-    """Delays Ctrl-C, which a fork can lose. The processes ignore it: kill_processes() ends them."""
-    received = []
-    handler = signal.signal(signal.SIGINT, lambda *_: received.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if received:
-        raise KeyboardInterrupt
-
-
-def kill_processes() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave files
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would report them
-    processes = multiprocessing.active_children()
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
-
-
-@contextlib.contextmanager
-def start_pool():
-    with contextlib.ExitStack() as stack:
-        with starting_processes():
-            pool = stack.enter_context(multiprocessing.get_context("fork").Pool(CORES))
-        yield pool
-
-
 def make_files(root: Path, number: int, copies: int = 1) -> None:
     """Make that many files on all cores, each under `copies` names (hard links)."""
-    with start_pool() as pool:
+    with FORK.Pool(CORES) as pool:
         pool.map(functools.partial(make_file, root, copies), range(number))
 
 
@@ -104,7 +78,7 @@ def make_smaller(target: Path, paths: list[str]) -> list[str]:
     """Copies of the files, resized so that the short side has 256 pixels."""
     target.mkdir()
     smaller = [target / f"{number}.jpg" for number in range(len(paths))]
-    with start_pool() as pool:
+    with FORK.Pool(CORES) as pool:
         pool.starmap(shrink, zip(paths, smaller))
     return list(map(str, smaller))
 
@@ -119,13 +93,12 @@ def decode_all(function, paths: list[str], ready, go) -> None:
 
 def bare(function, paths: list[str]) -> float:
     """Images per second of CORES processes that only decode."""
-    fork = multiprocessing.get_context("fork")
-    ready, go = fork.Semaphore(0), fork.Event()
+    ready = FORK.Semaphore(0)
+    go = FORK.Event()
     shares = [paths[i::CORES] for i in range(CORES)]
-    processes = [fork.Process(target=decode_all, args=(function, s, ready, go)) for s in shares]
-    with starting_processes():
-        for process in processes:
-            process.start()
+    processes = [FORK.Process(target=decode_all, args=(function, s, ready, go)) for s in shares]
+    for process in processes:
+        process.start()
     for _ in processes:
         ready.acquire()
     began = time.perf_counter()
@@ -144,25 +117,27 @@ class Loader:
     """
 
     def __init__(self, cfg, dataset, files: int, workers: int):
-        self.files, cfg.num_workers = files, workers
+        self.files = files
+        cfg.num_workers = workers
+        cfg.global_batch_size = cfg.batch_size
+        self.epoch = 0
         self.sampler = trainer.MicroBatchSampler(files, cfg, trainer.World())
         dataset = torch.utils.data.Subset(dataset, range(files))
         self.loader = trainer.get_dataloader(cfg, trainer.World(), dataset, self.sampler)
-        with starting_processes():
-            iter(self.loader)
         self()
 
     def __call__(self) -> float:
+        self.sampler.seek(self.epoch * self.sampler.steps_per_epoch)
+        self.epoch += 1
         began = time.perf_counter()
         images = sum(len(labels) for _, labels in self.loader)
-        self.sampler.epoch += 1
         assert images == self.files
         return images / (time.perf_counter() - began)
 
 
 def compare(options, directory: Path) -> None:
     cfg = trainer.parse_config(["--dataset=imagefolder", f"--data-dir={options.data_dir}"])
-    dataset, _, _ = trainer.get_datasets(cfg)
+    dataset, _ = trainer.Task().data(cfg)
     torch.set_num_threads(1)
     paths = [path for path, _ in dataset.samples[: options.files]]
     smaller = make_smaller(directory / "smaller", paths)
@@ -204,19 +179,42 @@ def main() -> None:
     options = parser.parse_args()
     if options.files < CORES:
         parser.error(f"--files should be at least {CORES}, one for each core")
+    if WORK_DIRECTORY not in os.environ:
+        sys.exit(run_in_own_session())
+    directory = Path(os.environ[WORK_DIRECTORY])
     try:
         if options.make:
-            return make_files(options.make, options.files, options.copies)
-        with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-            stack.callback(kill_processes)
-            if not options.data_dir:
-                options.data_dir = Path(directory, "made")
-                make_files(options.data_dir, options.files)
-            compare(options, Path(directory))
+            make_files(options.make, options.files, options.copies)
+            return
+        if not options.data_dir:
+            options.data_dir = directory / "made"
+            make_files(options.data_dir, options.files)
+        compare(options, directory)
     except (OSError, trainer.UserError) as error:
         parser.exit(2, f"loader.py: error: {error}\n")
-    except KeyboardInterrupt:
-        sys.exit(130)
+
+
+def run_in_own_session() -> int:
+    """Run this command again, in a session of its own, so that Ctrl-C only reaches this process,
+    which then kills the whole session. In a process that forks, Python can lose a Ctrl-C.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {**os.environ, WORK_DIRECTORY: directory}
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        process = subprocess.Popen(
+            [sys.executable, *sys.argv], env=environment, start_new_session=True
+        )
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            return process.wait()
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 if __name__ == "__main__":

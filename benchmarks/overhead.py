@@ -6,9 +6,9 @@
     python benchmarks/overhead.py --gpu --ranks 1 -- --model resnet50 --dataset synthetic
 
 The options after -- are the trainer's. The trainer: blocks of 20 steps with fault tolerance
-(GradScaler skips steps whose gradients are not finite; sync() exchanges the stop flag and restarts
-the hang timer) alternate with blocks without it (same model, data, update and sum of the metrics).
-The output has the median ratio of neighboring blocks with its standard error.
+(GradScaler skips steps whose gradients are not finite; Coordinator.agree() exchanges the stop flag
+and restarts the hang timer) alternate with blocks without it: same model, data, update and sum of
+the metrics. The output has the median ratio of neighboring blocks with its standard error.
 
 guard.py: the time of its optimizer hook and the CPU time of its threads, as a share of a step of 15
 ms. It only watches launches of two or more ranks.
@@ -21,11 +21,11 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from ranks import MALLOC, REPO, run_ranks
+from ranks import MALLOC, REPO, repeated, run_ranks
 
-BLOCK, STEP = 20, 0.015  # steps; seconds
+BLOCK = 20  # steps
+STEP = 0.015  # seconds
 
 
 def rank(turns: int, directory: str, more: list[str]) -> None:
@@ -38,23 +38,29 @@ def rank(turns: int, directory: str, more: list[str]) -> None:
     batch_size = 24 // int(os.environ["WORLD_SIZE"])  # about 15 ms on two cores
     words = [f"--checkpoint-dir={directory}", f"--batch-size={batch_size}", "--epochs=1000"]
     words += more
-    torch.backends.cudnn.benchmark = True  # as the trainer does
+    task = trainer.Task()
     cfg = trainer.parse_config(words)
+    trainer.configure_torch(cfg)
     world = trainer.setup_distributed(cfg)
-    run = trainer.Run(cfg, world, trainer.RunDirectory(Path(directory)), {})
-    if world.world_size > 1:
-        trainer.wrap_ddp(run)
-    run.model.train()
-    batches = (batch for _ in iter(int, 1) for batch in run.train_loader)
-    scalers = {True: run.scaler, False: torch.amp.GradScaler(world.device.type, enabled=False)}
+    run = trainer.open_run(task, cfg, world)
+    run.state.epoch_sums = dict.fromkeys(task.sums, 0)
+    run.learner.model.train()
+    batches = repeated(run.train_loader)
+    usual_scaler = run.learner.scaler
+    no_scaler = torch.amp.GradScaler(world.device.type, enabled=False)
 
     def block(tolerant: bool) -> float:
         """Seconds per step of a block, including the sum of the metrics at its end."""
-        metrics, run.scaler = trainer.Metrics(world.device), scalers[tolerant]
+        sums = trainer.ExactSums(task.sums, world.device)
+        run.learner.scaler = usual_scaler if tolerant else no_scaler
         began = time.perf_counter()
-        for step in range(BLOCK):
-            trainer.train_step(run, batches, step % run.sampler.steps_per_epoch, metrics)
-        trainer.sync(run, metrics) if tolerant else metrics.all_reduce(world)
+        for _ in range(BLOCK):
+            trainer.train_step(run, batches, sums)
+            run.state.step += 1
+        if tolerant:
+            run.coordinator.agree(run.state, sums, run.learner.scaler)
+        else:
+            sums.all_reduce(world)
         return (time.perf_counter() - began) / BLOCK
 
     began = time.perf_counter()
@@ -66,7 +72,7 @@ def rank(turns: int, directory: str, more: list[str]) -> None:
     low, middle, high = statistics.quantiles(ratios, n=4)
     found = {"step": statistics.median(seconds[False]), "ratio": middle, "rank": world.rank}
     found["error"] = 0.93 * (high - low) / turns**0.5  # standard error of a normal median
-    found |= guard_cost(run.optimizer, time.perf_counter() - began)
+    found |= guard_cost(run.learner.optimizer, time.perf_counter() - began)
     print(json.dumps(found))
     trainer.on_rank_0(world, bool)  # wait for the others
     if world.world_size > 1:

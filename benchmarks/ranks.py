@@ -33,8 +33,15 @@ def load_trainer(directory: Path, recipe: str = ""):
         apply_recipe(recipe, directory)
     spec = importlib.util.spec_from_file_location(directory.name, file)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[directory.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+def repeated(loader):
+    """The batches of the loader, epoch after epoch."""
+    while True:
+        yield from loader
 
 
 def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[str]:

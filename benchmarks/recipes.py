@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ranks import MALLOC, load_trainer, run_ranks
+from ranks import MALLOC, load_trainer, repeated, run_ranks
 
 
 class Trainer:
@@ -28,30 +28,37 @@ class Trainer:
         self.code = load_trainer(directory, recipe)
         cfg = self.code.parse_config([*words, f"--checkpoint-dir={directory / 'run'}"])
         self.world = world or self.code.setup_distributed(cfg)
-        self.run = self.code.Run(cfg, self.world, self.code.RunDirectory(directory / "run"), {})
-        if not recipe:
-            self.code.wrap_ddp(self.run)
-        self.run.model.train()
-        self.run.optimizer.register_step_post_hook(lambda *_: self.measure())
-        self.metrics = self.code.Metrics(self.world.device)
-        self.batches = (batch for _ in iter(int, 1) for batch in self.run.train_loader)
+        task = self.code.Task()
+        self.run = self.code.open_run(task, cfg, self.world)
+        self.learner = self.run.learner
+        self.learner.model.train()
+        self.learner.optimizer.register_step_post_hook(lambda *_: self.measure())
+        self.sums = self.code.ExactSums(task.sums, self.world.device)
+        self.batches = repeated(self.run.train_loader)
 
     def measure(self) -> None:
-        parameters = list(self.run.model.parameters())
-        values = [value for state in self.run.optimizer.state.values() for value in state.values()]
-        self.bytes = 0
-        for tensors in (parameters, [p.grad for p in parameters], values):
-            local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-            storages = [t.untyped_storage() for t in local]  # one storage for many, in DDP
-            self.bytes += sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        parameters = list(self.learner.model.parameters())
+        gradients = [p.grad for p in parameters]
+        states = self.learner.optimizer.state.values()
+        momenta = [value for state in states for value in state.values()]
+        self.bytes = bytes_of(parameters) + bytes_of(gradients) + bytes_of(momenta)
 
     def seconds(self, steps: int) -> float:
         """The mean duration of a step."""
         began = time.perf_counter()
         for _ in range(steps):
-            self.code.train_step(self.run, self.batches, 0, self.metrics)
-        self.metrics.all_reduce(self.world)  # waits for the GPU and for the other ranks
+            self.code.train_step(self.run, self.batches, self.sums)
+            self.run.state.step += 1
+        self.sums.all_reduce(self.world)  # waits for the GPU and for the other ranks
         return (time.perf_counter() - began) / steps
+
+
+def bytes_of(tensors: list) -> int:
+    """What this rank holds of them. Tensors may share a storage: DDP's gradients do."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in local]
+    size_of_storage = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(size_of_storage.values())
 
 
 def worker(options) -> None:

@@ -62,32 +62,37 @@ def train_once(trainer, world, way: str, words: list[str]) -> tuple[float, float
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     name, _, number = way.partition(" ")
-    step, ddp_class = trainer.train_step, trainer.nn.parallel.DistributedDataParallel
-    seconds, sent = [], []
+    train_step = trainer.train_step
+    usual_class = trainer.DistributedDataParallel
+    seconds = []
+    sent = []
 
     def timed_step(*arguments) -> None:
-        began, before = time.perf_counter(), sent_bytes()
-        step(*arguments)
+        began = time.perf_counter()
+        sent_before = sent_bytes()
+        train_step(*arguments)
         seconds.append(time.perf_counter() - began)
-        sent.append(sent_bytes() - before)
+        sent.append(sent_bytes() - sent_before)
 
-    def ddp_with_hook(*arguments, **options):
-        ddp = ddp_class(*arguments, **options)
-        if name == "fp16":
-            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif name == "powersgd":
-            register_powersgd(ddp, int(number))
-        return ddp
+    class WithHook(usual_class):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            if name == "fp16":
+                self.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            elif name == "powersgd":
+                register_powersgd(self, int(number))
 
     if name == "bf16":
         words = [*words, "--bf16-gradients"]
     elif name == "local":
         words = [*words, f"--average-every={number}"]
-    trainer.train_step, trainer.nn.parallel.DistributedDataParallel = timed_step, ddp_with_hook
+    trainer.train_step = timed_step
+    trainer.DistributedDataParallel = WithHook
     try:
-        trainer.train(trainer.parse_config(words), world)
+        trainer.train(trainer.Task(), trainer.parse_config(words), world)
     finally:
-        trainer.train_step, trainer.nn.parallel.DistributedDataParallel = step, ddp_class
+        trainer.train_step = train_step
+        trainer.DistributedDataParallel = usual_class
     # Steps that average the weights take longer: means, not medians.
     return statistics.mean(seconds[SKIPPED:]), statistics.mean(sent[SKIPPED:])
 
@@ -95,7 +100,9 @@ def train_once(trainer, world, way: str, words: list[str]) -> tuple[float, float
 def worker(trainings: list[tuple[str, str]], directory: str) -> None:
     """Run in each rank: print a JSON line for each of the trainings, (way, options)."""
     copy = Path(directory, f"rank{os.environ['RANK']}")
-    trainer, stdout, sys.stdout = load_trainer(copy, "slow_links"), sys.stdout, sys.stderr
+    trainer = load_trainer(copy, "slow_links")
+    stdout = sys.stdout
+    sys.stdout = sys.stderr
     (copy / "data").symlink_to(REPO / "data")
     world = trainer.setup_distributed(trainer.parse_config([]))
     for number, (way, words) in enumerate(trainings):

@@ -5,7 +5,7 @@
     python benchmarks/speed.py --ranks 1 --rounds 3 --steps 100 --only limit ours
     python benchmarks/speed.py --before OTHER_CHECKOUT --only ours
     python benchmarks/speed.py --gpu --ranks 1 --batch 256 --model resnet50 --dataset synthetic
-    ... and --amp, --compile; with --dataset imagefolder --data-dir DIR --workers 16
+    ... and --amp bf16, --compile; with --dataset imagefolder --data-dir DIR --workers 16
     python benchmarks/speed.py --gpu --ranks 1 --compile --only limit ours --recipe cuda_graphs
 
 The contestants (benchmarks/contestants.py):
@@ -20,6 +20,7 @@ The contestants (benchmarks/contestants.py):
     examples      pytorch/examples
     lightning     Lightning's Trainer    (pip install -r benchmarks/requirements.txt)
     accelerate    Accelerate             (the same)
+    timm          timm's loader, loss, optimizer and loop (the same)
     before        with --before DIR: `ours` of DIR/benchmarks/contestants.py
     NAME          with --recipe NAME: `ours` with docs/recipes/NAME.patch
 
@@ -68,8 +69,9 @@ def launch(name: str, ranks: int, options) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         given = vars(options) | {"directory": directory}
         setup = {field.name: given[field.name] for field in fields(contestants.Setup)}
-        if not options.idle:
-            del setup["idle"]  # which an older checkout does not have
+        for field in ("idle", "tuned"):  # which an older checkout does not have
+            if not setup[field]:
+                del setup[field]
         began = time.time()
         outputs = run_ranks([*words, json.dumps(setup)], ranks, **env)
         results = [json.loads(out.splitlines()[-1]) for out in outputs]
@@ -190,7 +192,8 @@ def parse_options() -> argparse.Namespace:
     add("--dataset", choices=["mnist", "synthetic", "imagefolder"], default="mnist")
     add("--data-dir", default="data", help="directory of the imagefolder [data]")
     add("--size", type=int, default=224, help="pixels per side, except for MNIST [224]")
-    add("--amp", action="store_true", help="bf16")
+    add("--amp", choices=["bf16", "fp16"], default="", help="mixed precision [none]")
+    add("--tuned", action="store_true", help="peers: normalized floats in memory, channels_last")
     add("--compile", action="store_true", help="use torch.compile for all")
     add("--workers", type=int, default=2, help="loader processes per rank [2]")
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
@@ -209,7 +212,7 @@ def parse_options() -> argparse.Namespace:
         options.classes = sum(path.is_dir() for path in Path(options.data_dir, "train").iterdir())
     options.names = [name for name in NAMES if name in options.only]
     options.absent, options.failed = {}, False  # name of a contestant without figures: why
-    for name in ("lightning", "accelerate"):
+    for name in ("lightning", "accelerate", "timm"):
         if name in options.names and not importlib.util.find_spec(name):
             print(f"Skipping {name}: pip install -r benchmarks/requirements.txt", file=sys.stderr)
             options.names.remove(name)

@@ -11,14 +11,12 @@ a table of medians over the rounds. Each part is the time of the slowest rank:
     torch         import torch
     imports       all other imports
     rank check    the rank check of scripts/guard.py
+    settings      configure_torch(): PyTorch imports torch._dynamo for it
     rendezvous    init_process_group()
     data          reading the data into memory
-    model         building the model
+    model         building the model and the optimizer
     DDP           wrapping the model in DDP, with its first two passes
     first step    forward pass, backward pass and update
-
-The rest of the total is mostly torch._dynamo: PyTorch imports it for deterministic algorithms, for
-optimizers and for DDP.
 
 With --compile, the first forward pass compiles: in DDP, or with one rank in the first step.
 """
@@ -34,9 +32,10 @@ import time
 from ranks import REPO, run_ranks
 
 FUNCTIONS = {  # functions of the trainer: the part that their time belongs to
+    "configure_torch": "settings",
     "setup_distributed": "rendezvous",
-    "get_datasets": "data",
-    "build_model": "model",
+    "open_data": "data",
+    "build_learner": "model",
     "wrap_ddp": "DDP",
     "train_step": "first step",
 }
@@ -63,15 +62,17 @@ def rank(options: list[str]) -> None:
 
         return call
 
-    printed, sys.stdout = sys.stdout, open(os.devnull, "w")
+    printed = sys.stdout
+    sys.stdout = open(os.devnull, "w")
     sys.path[:0] = [str(REPO), str(REPO / "scripts")]
     timed(__import__, "torch")("torch")
-    trainer, guard = (timed(__import__, "imports")(name) for name in ("train_distributed", "guard"))
+    trainer = timed(__import__, "imports")("train_distributed")
+    guard = timed(__import__, "imports")("guard")
     environment = guard.launch_environment(os.environ)
     store = timed(guard.check_ranks, "rank check")(environment, [])  # served by rank 0
     for name, part in FUNCTIONS.items():
         setattr(trainer, name, timed(getattr(trainer, name), part))
-    trainer.main(options)
+    trainer.main(argv=options)
     del store
 
 
