@@ -3,7 +3,12 @@
 import gc
 import os
 
+import torch
+
 import train_distributed  # noqa: F401
+
+# With some versions of PyTorch, the first optimizer imports the compiler: 3 s.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 # faults/test_safeguards.py disables a safeguard: here, and in conftest.py for the tests.
 exec(os.environ.get("WITHOUT_SAFEGUARD", ""))

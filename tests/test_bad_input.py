@@ -8,6 +8,8 @@ import pytest
 import torch
 from harness import PLAIN, REPO, TORCHRUN, launch, train, write_mnist
 
+import train_distributed
+
 
 def refuse(directory, *options, ranks=1, **more) -> str:
     """The one sentence that a launch ends with."""
@@ -43,10 +45,15 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path, option):
     "text, expected",
     [
         ("epoch: 3", "my config.yaml: unrecognized arguments: --epoch=3, did you mean --epochs?"),
-        ("epochs: three", "my config.yaml: argument --epochs: three is not a positive integer"),
+        (
+            "epochs: three",
+            "my config.yaml: argument --epochs: three is not a whole number from 1 to 1e+09",
+        ),
         ("compile: maybe", "my config.yaml: argument --compile"),
-        ("training: {epochs: 3}", "my config.yaml: unrecognized arguments: --training="),
-        ("- epochs", "my config.yaml: it needs lines like `epochs: 5` ("),
+        ("training: {epochs: 3}", "my config.yaml: training should have a single value; it needs"),
+        ("epochs: [3, 4]", "my config.yaml: unrecognized arguments: 4"),
+        ("epochs: 3\nlr: 1\nepochs: 4", "my config.yaml: epochs is there twice"),
+        ("- epochs", "my config.yaml: it needs lines like `epochs: 5`"),
         ("epochs: [3", "my config.yaml: it needs lines like `epochs: 5` ("),
     ],
 )
@@ -56,7 +63,7 @@ def test_a_mistake_in_a_config_file_names_file_and_key(tmp_path, text, expected)
 
 def test_a_missing_config_file_is_named(tmp_path):
     message = refuse(tmp_path / "r", "--config=absent.yaml")
-    assert message.startswith("cannot read absent.yaml: ") and "No such file" in message
+    assert message.startswith("absent.yaml: it needs lines like ") and "No such file" in message
 
 
 def test_yaml_tags_are_not_executed(tmp_path):
@@ -77,7 +84,8 @@ def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny):
 
 def test_an_unknown_model_is_named(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--model=resnet_50")
-    assert message == "--model resnet_50 is not a classifier in torchvision.models"
+    expected = "--model resnet_50 is not a classifier in torchvision.models"
+    assert message == f"{expected}, did you mean resnet50?"
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
@@ -105,31 +113,75 @@ def finished(one_epoch):
     assert content() == before, "a refused launch should overwrite nothing"
 
 
-def test_a_checkpoint_of_another_model_is_refused(finished, tiny):
-    message = refuse(
-        finished, *tiny, "--model=resnet18", "--image-size=32", "--batch-size=4", ranks=2
-    )
-    expected = "the checkpoint is of simple_convnet, sgd, 203 samples of mnist, this is resnet18, "
-    assert message.startswith(expected)
+REMEDY = ": choose another --checkpoint-dir"
 
 
-def test_a_checkpoint_of_the_same_model_in_another_size_is_refused(finished, tiny):
-    message = refuse(finished, *tiny, "--image-size=32", "--epochs=2")
-    assert "the checkpoint is from a different model (" in message
-    assert "size mismatch for " in message
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--model=resnet18", "--image-size=32"],
+            "the checkpoint is of another model: its bn1.bias is absent, here [64]",
+        ),
+        (
+            ["--image-size=32", "--epochs=2"],
+            "the checkpoint is of another model: its fc1.weight is [128, 9216], here [128, 12544]",
+        ),
+        (["--optimizer=adamw"], "the checkpoint has optimizer_class 'SGD', this run has 'AdamW'"),
+        (["--dataset=mnist_sample"], "the checkpoint has samples 203, this run has 6000"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_checkpoint_of_another_run_is_refused_with_both_values(finished, tiny, options, expected):
+    assert refuse(finished, *tiny, *options) == expected + REMEDY
 
 
-def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path, tiny):
-    message = refuse(finished, "--dataset=mnist_sample", "--batch-size=8")
-    assert "203 samples of mnist, this is simple_convnet, sgd, 6000 samples of mnist_s" in message
+IDENTITIES = {
+    "task": ("Other", "task 'Other', this run has 'Task'"),
+    "spec": ({"classes": ["cat"]}, "spec {'classes': ['cat']}, this run has {'classes': ['dog']}"),
+    "model_shapes": None,  # in a test of its own
+    "samples": (99, "samples 99, this run has 203"),
+    "optimizer_class": ("Adam", "optimizer_class 'Adam', this run has 'SGD'"),
+    "optimizer_groups": ([1, 1], "optimizer_groups [1, 1], this run has [2]"),
+}
+
+
+@pytest.mark.parametrize("what", IDENTITIES.keys() - {"model_shapes"})
+def test_each_part_of_the_identity_of_a_run_is_compared(what):
+    identity = identity_of(torch.nn.Linear(2, 2))
+    train_distributed.check_identity(identity, identity)  # its own is accepted
+    theirs, expected = IDENTITIES[what]
+    with pytest.raises(train_distributed.UserError) as refused:
+        train_distributed.check_identity(identity | {what: theirs}, identity)
+    assert str(refused.value) == f"the checkpoint has {expected}{REMEDY}"
+    assert IDENTITIES.keys() == identity.keys()
+
+
+def identity_of(model: torch.nn.Module) -> dict:
+    task = train_distributed.Task()
+    task.spec = {"classes": ["dog"]}
+    optimizer = torch.optim.SGD(model.parameters())
+    learner = train_distributed.Learner(model, optimizer, None, model, [])
+    return train_distributed.describe_run(task, 203, learner)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused():
+    """Also if it has another number of them: the model is named, not the optimizer's groups."""
+    ours = identity_of(torch.nn.Linear(2, 3))
+    for theirs, expected in (
+        (torch.nn.Linear(2, 4), "its bias is [4], here [3]"),
+        (torch.nn.Linear(2, 3, bias=False), "its bias is absent, here [3]"),
+        (torch.nn.Sequential(torch.nn.Linear(2, 3)), "its 0.bias is [3], here absent"),
+    ):
+        with pytest.raises(train_distributed.UserError) as refused:
+            train_distributed.check_identity(identity_of(theirs), ours)
+        assert str(refused.value) == f"the checkpoint is of another model: {expected}{REMEDY}"
+
+
+def test_a_checkpoint_of_other_data_of_the_same_kind_is_refused(finished, tmp_path):
     other = write_mnist(tmp_path / "other", train=99, test=9)
     message = refuse(finished, "--dataset=mnist", f"--data-dir={other}", "--batch-size=8")
-    assert "203 samples of mnist, this is simple_convnet, sgd, 99 samples of mnist" in message
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused(finished, tiny):
-    message = refuse(finished, *tiny, "--optimizer=adamw")
-    assert "is of simple_convnet, sgd, " in message and "this is simple_convnet, adamw, " in message
+    assert message == f"the checkpoint has samples 203, this run has 99{REMEDY}"
 
 
 def test_resume_none_refuses_a_directory_with_checkpoints(finished, tiny):
@@ -140,7 +192,8 @@ def test_resume_none_refuses_a_directory_with_checkpoints(finished, tiny):
 
 def test_a_missing_checkpoint_is_named(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--resume=absent.pt", ranks=2)
-    assert message.startswith("absent.pt on ") and "No such file" in message
+    assert message.startswith("cannot read absent.pt on ")
+    assert message.endswith(" (No such file or directory)")
 
 
 @pytest.mark.parametrize("content", ["text", "other dict", "pickle", "old format"])
@@ -165,12 +218,119 @@ def test_a_foreign_checkpoint_is_refused_and_not_executed(tmp_path, tiny, conten
     assert not canary.exists()
 
 
-def test_a_run_directory_of_the_old_format_is_refused(tmp_path, tiny):
-    (tmp_path / "r").mkdir()
-    old = {"format": 2, "progress": {"global_step": 3}, "model": {}}
-    torch.save(old, tmp_path / "r/checkpoint_step_3.pt")
-    message = refuse(tmp_path / "r", *tiny)
-    assert message == f"no intact checkpoint in {tmp_path}/r: choose another directory"
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_checkpoint_of_the_version_before_is_refused(tmp_path, tiny, resume):
+    (tmp_path / "old").mkdir()
+    path = tmp_path / "old/checkpoint_epoch_2.pt"
+    old = {
+        "name": "checkpoint_epoch_2",
+        "run": "simple_convnet, sgd, 203 samples of mnist",
+        "config": {"global_batch_size": 8, "seed": 42, "epochs": 5, "amp": "off"},
+        "global_step": 52,
+        "epoch_totals": [1, 2, 3],
+        "logged_totals": [1, 2, 3],
+        "model": {"weight": torch.zeros(2)},
+        "optimizer": {"state": {}, "param_groups": []},
+        "scaler": {},
+    }
+    torch.save(old, path)
+    options = [f"--resume={path}"] if resume else []
+    message = refuse(tmp_path / ("new" if resume else "old"), *tiny, *options)
+    text = f"{path} on {os.uname().nodename} (checkpoint_epoch_2) is of an earlier version of "
+    text += "train_distributed.py: finish the run with that version, or choose another directory"
+    assert message == text
+    assert torch.load(path, weights_only=True)["global_step"] == 52
+
+
+def test_out_of_memory_while_loading_is_not_called_damaged(finished, tiny):
+    for error in ("MemoryError()", "RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')"):
+        full = f"""if True:
+            import train_distributed as trainer
+
+            def load(path, mmap=False, inner=trainer.torch.load, **options):
+                if not mmap:  # step_of() reads only the step
+                    raise {error}
+                return inner(path, mmap=mmap, **options)
+
+            trainer.torch.load = load
+        """
+        message = refuse(finished, *tiny, before=full)
+        path = f"{finished}/checkpoint_epoch_1.pt on {os.uname().nodename}"
+        assert message.startswith(f"not enough memory to load {path} ({error[:11]}")
+
+
+def test_a_script_in_the_style_of_earlier_versions_is_refused(tmp_path, tiny):
+    for name in ("get_datasets", "build_model", "compute_loss"):
+        old = f"import train_distributed\ntrain_distributed.{name} = print"
+        message = refuse(tmp_path / "r", *tiny, before=old)
+        assert message == (
+            f"{name}() is a method of the class Task now: make your functions methods of a "
+            "subclass of Task, and call main(MyTask()); see docs/MAKE_IT_YOURS.md"
+        )
+
+
+WRONG_LOSSES = """if True:
+    import train_distributed as trainer
+
+    class Wrong(trainer.Task):
+        def losses(self, model, batch):
+            values = super().losses(model, batch)
+            return {}
+
+    task = Wrong()
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("values['loss']", "returned Tensor, but Task.sums names loss, count, correct"),
+        ("{'loss': values['loss']}", "returned loss, but Task.sums names loss, count, correct"),
+        (
+            "values | {'loss': values['loss'].repeat(8)}",
+            "returned loss with the shape [8]: return its sum",
+        ),
+        (
+            "values | {'count': int(batch[1].sum())}",
+            "counted ",  # 33 items in 8 samples
+        ),
+    ],
+)
+def test_losses_that_return_something_else_are_refused(tmp_path, tiny, returned, expected):
+    before = WRONG_LOSSES.replace("{}", returned)
+    message = refuse(tmp_path / "r", *tiny, before=before)
+    assert message.startswith(f"losses() {expected}")
+    if expected == "counted ":
+        assert message.endswith(" before: always return the count as a tensor if it varies")
+
+
+SOMETIMES_A_TENSOR = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class Mixed(trainer.Task):
+        calls = 0
+
+        def losses(self, model, batch):
+            values = super().losses(model, batch)
+            self.calls += 1
+            if self.calls > 3:
+                values["count"] = torch.tensor(8)
+            return values
+
+    task = Mixed()
+"""
+
+
+def test_a_count_that_is_only_sometimes_a_tensor_is_refused(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, before=SOMETIMES_A_TENSOR)
+    expected = "losses() counted varying items per sample, 1.0 before: always return the count as a"
+    assert message == f"{expected} tensor if it varies"
+
+
+def test_an_image_size_that_is_too_small_is_named(tmp_path, tiny):
+    message = refuse(tmp_path / "r", *tiny, "--image-size=5")
+    assert message == "--image-size 5 is too small for simple_convnet: at least 6"
 
 
 def test_missing_data_without_a_network_is_named(tmp_path):
@@ -204,7 +364,8 @@ def test_a_deadline_that_is_not_a_time_is_named(tmp_path, tiny):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_nccl_without_gpus_is_named(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--distributed-backend=nccl", ranks=2)
-    assert message.startswith("cannot join the other ranks; is a GPU or MASTER_ADDR missing? (")
+    expected = "--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo"
+    assert message == expected
 
 
 def test_another_number_of_nodes_or_ranks_than_asked_for_is_refused(tmp_path, tiny):
@@ -241,3 +402,54 @@ def test_a_file_that_cannot_be_written_is_named_and_older_checkpoints_stay(tmp_p
     assert message == expected
     assert not list(run.glob(".*.tmp"))
     assert "Resuming from" in train(run, 1, *tiny, "--epochs=2").out[0]
+
+
+def test_an_error_of_the_disk_is_not_called_damaged(tmp_path, monkeypatch):
+    """The next restart would otherwise go on from an older checkpoint."""
+    path = tmp_path / "checkpoint_epoch_1.pt"
+    torch.save({"name": "x"}, path)
+
+    def fail(self):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("zipfile.ZipFile.testzip", fail)
+    with pytest.raises(train_distributed.UserError, match="^cannot read ") as refused:
+        train_distributed.load_checkpoint(path)
+    assert refused.value.cause == "disk"
+
+
+def test_sync_batchnorm_needs_a_task_with_equal_shares():
+    class Synced(train_distributed.Task):
+        spec = {"classes": ["a", "b"]}
+
+        def model(self, cfg):
+            return torch.nn.SyncBatchNorm(2)
+
+    cfg = train_distributed.parse_config([])
+    two_ranks = train_distributed.World(0, 2)
+    with pytest.raises(train_distributed.UserError, match="set across_ranks = True in your task"):
+        train_distributed.build_learner(Synced(), cfg, two_ranks)
+    Synced.across_ranks = True
+    train_distributed.build_learner(Synced(), cfg, two_ranks)
+
+
+DATA_FAILS_ON_RANK_0 = """if True:
+    import os, time
+    from multiprocessing.util import Finalize
+    import train_distributed as trainer
+
+    class Failing(trainer.Task):
+        def data(self, cfg):
+            if os.environ["RANK"] == "0":
+                # This process ends later than rank 1, which is told, and does not see it.
+                Finalize(None, time.sleep, [5], exitpriority=0)
+                raise KeyError("no such column")
+            return super().data(cfg)
+
+    task = Failing()
+"""
+
+
+def test_an_exception_on_rank_0_alone_ends_the_other_ranks_too(tmp_path, tiny):
+    run = launch(tmp_path / "run", 2, *tiny, before=DATA_FAILS_ON_RANK_0, timeout=60)
+    assert (run.codes[1], run.err[1]) == (2, "")

@@ -3,9 +3,10 @@
 import gzip
 import hashlib
 import http.server
+import os
+import random
 import shutil
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from harness import REPO, SHARED_MNIST, assert_same_state, launch, train, write_mnist
 
 import train_distributed
-from train_distributed import InMemoryImages, SeededDataset
+from train_distributed import InMemoryDataset, SeededDataset, UserError, World
 
 
 def options(images, *more) -> list[str]:
@@ -46,7 +47,7 @@ def test_losses_of_image_files_agree_without_reproducible(tmp_path, images, unto
 
 def test_augmentation_depends_on_epoch_and_sample_not_on_the_worker(images):
     cfg = train_distributed.parse_config(options(images))
-    folders = train_distributed.get_datasets(cfg)[:2]
+    folders = train_distributed.Task().data(cfg)
     data, plain = (SeededDataset(folder, cfg.seed) for folder in folders)
     n = len(folders[0])
     torch.manual_seed(1)
@@ -88,10 +89,35 @@ def test_classes_that_differ_between_train_and_val_are_named(tmp_path, images):
     assert f"error: {data}/train and {data}/val have different classes\n" in result.err[0]
 
 
+class Drawn(torch.utils.data.Dataset):
+    """A sample of all three generators."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.rand(3), random.random(), np.random.random()
+
+
+def test_torch_random_and_numpy_are_seeded_for_each_sample():
+    data = SeededDataset(Drawn(), 42)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    first = data[3]
+    again = data[3]
+    others = [data[2], data[5 + 3], SeededDataset(Drawn(), 43)[3]]  # sample, epoch, seed
+    for i in range(3):
+        assert torch.equal(torch.as_tensor(first[i]), torch.as_tensor(again[i]))
+        for other in others:
+            assert not torch.equal(torch.as_tensor(first[i]), torch.as_tensor(other[i]))
+
+
 OWN = """if True:
-    import random, torch, train_distributed
+    import random, torch
     from PIL import Image
     from torchvision import transforms
+    from train_distributed import Task, UserError
 
     class Digits:  # a typical data set: (image, label), random augmentation, floats
         def __init__(self, count):
@@ -104,18 +130,17 @@ OWN = """if True:
             image = Image.new("RGB", (20, 20), (index, 90, 10))
             return transforms.ToTensor()(transforms.RandomAffine(90)(image)), index % 3
 
-    def get_datasets(cfg):
-        spec = train_distributed.DataSpec(3, 20, 3, (0.5,) * 3, (0.2,) * 3)
-        return Digits(50), Digits(20), spec
+    class Own(Task):
+        def data(self, cfg):
+            return Digits(50), Digits(20)
+        def model(self, cfg):
+            return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1200, 3))
 
-    def build_model(cfg, spec):
-        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1200, 3))
-
-    train_distributed.get_datasets, train_distributed.build_model = get_datasets, build_model
+    task = Own()
 """
 
 
-def test_own_data_and_an_own_model_are_one_function_each_and_resume_bitwise(tmp_path):
+def test_own_data_and_an_own_model_are_one_method_each_and_resume_bitwise(tmp_path):
     options = ["--batch-size=4", "--epochs=3", "--lr=0.01"]
     untouched = train(tmp_path / "untouched", 2, *options, "--num-workers=1", before=OWN)
     train(tmp_path / "run", 2, *options, "--stop-at-step=10", "--num-workers=0", before=OWN)
@@ -124,23 +149,104 @@ def test_own_data_and_an_own_model_are_one_function_each_and_resume_bitwise(tmp_
     assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
 
 
+DICTIONARIES = (
+    OWN
+    + """
+    class Named(Digits):
+        def __getitem__(self, index):
+            image, label = super().__getitem__(index)
+            return {"image": image, "more": {"label": label, "name": str(index)}}
+
+    class Dictionaries(Own):
+        def data(self, cfg):
+            return Named(50), Named(20)
+        def losses(self, model, batch):
+            assert isinstance(batch["more"]["name"][0], str)
+            return super().losses(model, [batch["image"], batch["more"]["label"]])
+
+    task = Dictionaries()
+"""
+)
+
+
+def test_batches_of_dictionaries_train_like_tuples(tmp_path):
+    options = ["--batch-size=4", "--epochs=1", "--lr=0.01", "--num-workers=0"]
+    tuples = train(tmp_path / "tuples", 2, *options, before=OWN)
+    dictionaries = train(tmp_path / "dictionaries", 2, *options, before=DICTIONARIES)
+    end = "checkpoint_epoch_1"
+    assert_same_state(tuples.checkpoint(end), dictionaries.checkpoint(end))
+
+
+BROKEN = (
+    OWN
+    + """
+    class Broken(Digits):
+        def __getitem__(self, index):
+            return {}["image"]
+
+    class BrokenData(Own):
+        def data(self, cfg):
+            return Broken(50), Digits(20)
+
+    task = BrokenData()
+"""
+)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_of_the_data_set_keeps_its_traceback(tmp_path, workers):
+    options = ["--batch-size=4", f"--num-workers={workers}"]
+    result = launch(tmp_path / "run", 1, *options, before=BROKEN)
+    assert result.codes == [1]
+    assert "KeyError: 'image'" in result.err[0] and "in __getitem__\n" in result.err[0]
+    assert "train_distributed.py: error: " not in result.err[0]
+
+
+class OfData(train_distributed.Task):
+    """A task with these data sets."""
+
+    def __init__(self, *data_sets):
+        self.data_sets = data_sets
+
+    def data(self, cfg):
+        return self.data_sets
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(1)
+
+
+def refusal_of(train_set, test_set) -> str:
+    cfg = train_distributed.parse_config([])
+    with pytest.raises(UserError) as refused:
+        train_distributed.open_data(OfData(train_set, test_set), cfg, World())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("stream", [Stream(), (n for n in range(3))])
+def test_a_data_set_without_an_index_is_refused_with_the_remedy(stream):
+    message = refusal_of(stream, InMemoryDataset(torch.zeros(2)))
+    remedy = "return a map-style data set, with __len__() and __getitem__(); "
+    assert message.startswith(f"{type(stream).__name__} has no index: {remedy}")
+
+
+def test_an_empty_data_set_is_refused():
+    one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
+    for sets in ((none, one), (one, none)):
+        assert refusal_of(*sets) == "InMemoryDataset has no samples: is --data-dir right?"
+
+
 def test_floats_and_bytes_are_normalised_alike():
     images, labels = torch.randint(0, 256, (2, 1, 5, 5), dtype=torch.uint8), torch.tensor([3, 4])
-    cpu = torch.device("cpu")
-    run = SimpleNamespace(
-        cfg=train_distributed.parse_config([]),
-        world=train_distributed.World(device=cpu),
-        mean=torch.tensor([0.4])[:, None, None],
-        std=torch.tensor([0.3])[:, None, None],
-    )
-    results = [
-        train_distributed.compute_loss(run, torch.nn.Flatten(), batch, labels)
-        for batch in (images, images / 255)
-    ]
+    task = train_distributed.Task()
+    task.spec = {"mean": [0.4], "std": [0.3]}
     expected = ((images / 255 - 0.4) / 0.3).flatten(1)
-    for loss, logits, _ in results:
-        torch.testing.assert_close(logits, expected)
-        torch.testing.assert_close(loss, torch.nn.CrossEntropyLoss(reduction="sum")(logits, labels))
+    loss = torch.nn.functional.cross_entropy(expected, labels, reduction="sum")
+    for batch in (images, images / 255):
+        torch.testing.assert_close(task.predict(torch.nn.Flatten(), batch), expected)
+        values = task.losses(torch.nn.Flatten(), [batch, labels])
+        torch.testing.assert_close(values["loss"], loss)
 
 
 def test_synthetic_images_train_a_torchvision_model(tmp_path):
@@ -151,7 +257,7 @@ def test_synthetic_images_train_a_torchvision_model(tmp_path):
 
 def test_a_gathered_batch_equals_its_images_one_by_one():
     images = torch.randint(0, 256, (9, 1, 8, 8), dtype=torch.uint8)
-    data = InMemoryImages(images, torch.arange(9))
+    data = InMemoryDataset(images, torch.arange(9))
     keys = [9 + 4, 9 + 0, 9 + 8]
     gathered, labels = data.__getitems__(keys)
     assert labels.tolist() == [4, 0, 8]
@@ -234,3 +340,83 @@ def test_the_shipped_sample_is_mnist():
             whole = np.fromfile(SHARED_MNIST / file, np.uint8)[header:].reshape(-1, size)
             sample = np.fromfile(REPO / "data/mnist_sample" / file, np.uint8)[header:]
             assert np.array_equal(sample.reshape(-1, size), whole[::every])
+
+
+OPENS_LATE = """if True:
+    import os
+    import torch
+    import train_distributed as trainer
+
+    class OpensLate(torch.utils.data.Dataset):
+        # Opens its file when a sample is first read, as is usual for HDF5.
+        process = None
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            self.process = self.process or os.getpid()
+            if self.process != os.getpid():
+                raise RuntimeError("the file of another process is read")
+            return torch.rand(1, 28, 28), index % 10
+
+    class Task(trainer.Task):
+        def data(self, cfg):
+            super().data(cfg)
+            return OpensLate(), OpensLate()
+
+    task = Task()
+"""
+
+
+def test_only_loader_workers_read_samples_so_that_they_do_not_share_open_files(tmp_path):
+    options = ["--batch-size=4", "--num-workers=2", "--epochs=1"]
+    train(tmp_path / "run", 2, *options, before=OPENS_LATE)
+
+
+def test_data_and_weights_drawn_from_numpy_or_random_are_the_same_on_all_ranks():
+    class Drawn(train_distributed.Task):
+        def data(self, cfg):
+            self.drawn = [np.random.rand(), random.random()]
+            return super().data(cfg)
+
+        def model(self, cfg):
+            self.weights = [np.random.rand(), random.random()]
+            return super().model(cfg)
+
+    drawn = []
+    for number in range(2):
+        np.random.seed(number)
+        random.seed(number)
+        task = Drawn()
+        cfg = train_distributed.parse_config([])
+        train_distributed.open_data(task, cfg, World())
+        np.random.seed(number)
+        train_distributed.build_learner(task, cfg, World())
+        drawn.append([task.drawn, task.weights])
+    assert drawn[0] == drawn[1]
+
+
+def workers_of_a_rank(cores: int, ranks_here: int, bound_to: int, monkeypatch) -> int:
+    """How many loader workers a rank starts for files by default."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(bound_to)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    cfg = train_distributed.parse_config([])
+    world = World(0, ranks_here, torch.device("cpu"))
+    files = torch.utils.data.TensorDataset(torch.zeros(4))
+    return train_distributed.get_dataloader(cfg, world, files, [[0, 1]]).num_workers
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("cores", "ranks_here", "bound_to", "workers"),
+    [
+        (96, 8, 96, 12),  # torchrun alone binds no rank
+        (96, 8, 10, 10),  # Slurm or scripts/guard.py gave it fewer
+        (2, 4, 2, 1),
+        (128, 1, 128, 16),
+    ],
+)
+def test_a_rank_has_one_loader_worker_per_core(monkeypatch, cores, ranks_here, bound_to, workers):
+    assert workers_of_a_rank(cores, ranks_here, bound_to, monkeypatch) == workers

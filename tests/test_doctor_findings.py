@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from findings import DOCTOR, found
+from gpus import gpu, nvidia_smi
 from harness import LAUNCH_VARIABLES, REPO, free_port
 
 sys.path.append(str(REPO / "scripts"))
@@ -28,23 +29,25 @@ def run(*arguments, **env) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=ENV | env, capture_output=True, text=True, cwd=REPO)
 
 
-SMI = """#!/bin/sh
-# Stands in for nvidia-smi where there is no GPU: its output has the same form.
-case "$*" in
-  *compute-apps*) echo "GPU-5d3f2a, 4711" ;;
-  *gpu=uuid,*) echo "GPU-5d3f2a, 0, NVIDIA H200, 999.1, 143771, 17012, 2, 350.00, 700.00" ;;
-  *) echo GPU-5d3f2a ;;
-esac
-"""
+AWS = "NET/AWS Libfabric/GDRDMA"
+ECC_ERRORS = "ecc.errors.uncorrected.volatile.total"
+USED = {"memory.used": "17012", "power.limit": "350.00", ECC_ERRORS: "2"}
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path) -> str:
-    """A PATH with the stand-in."""
-    script = tmp_path / "nvidia-smi"
-    script.write_text(SMI)
-    script.chmod(0o755)
-    return f"{tmp_path}:{os.environ['PATH']}"
+def gpu_findings(tmp_path, monkeypatch):
+    """gpu_findings(gpus, ..., seen=number): what checks.gpus() finds; PyTorch sees that many."""
+
+    def gpu_findings(gpus, seen: int = 0, **more) -> list[str]:
+        monkeypatch.setenv("PATH", nvidia_smi(tmp_path, gpus, **more))
+        monkeypatch.setattr(checks, "SMI_SECONDS", 1)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+        guard.list_gpus.cache_clear()
+        findings = list(map(str, checks.gpus()))
+        guard.list_gpus.cache_clear()
+        return [" ".join(text.split()) for text in findings]
+
+    return gpu_findings
 
 
 @pytest.mark.parametrize(
@@ -78,8 +81,9 @@ def test_more_threads_than_cores(monkeypatch, threads):
     assert text in findings[-1] and "OMP_NUM_THREADS" not in findings[-1]
 
 
-def test_a_left_over_process_and_a_gpu_with_memory_errors(nvidia_smi):
-    result = run("--json", PATH=nvidia_smi)
+def test_a_left_over_process_and_a_gpu_with_memory_errors(tmp_path):
+    path = nvidia_smi(tmp_path, [gpu(0, **USED)], processes={"GPU-0": 4711})
+    result = run("--json", PATH=path)
     assert result.returncode == 2, result.stderr
     findings = json.loads(result.stdout)
     warnings = found(findings, "WARN")
@@ -91,8 +95,50 @@ def test_a_left_over_process_and_a_gpu_with_memory_errors(nvidia_smi):
     assert found(findings, "FAIL") == [": GPU memory: GPU 0 has 2 uncorrected memory errors"]
 
 
-def test_gpus_of_other_jobs_are_not_checked(nvidia_smi):
-    result = run("--json", PATH=nvidia_smi, CUDA_VISIBLE_DEVICES="GPU-777")
+def test_one_of_eight_gpus_is_named(gpu_findings):
+    eight = [gpu(index) for index in range(8)]
+    assert gpu_findings(eight, seen=8) == [
+        f"OK GPUs 8 x NVIDIA H200, CUDA {torch.version.cuda or 'none'}, driver 999.1"
+    ]
+    eight[5] |= {ECC_ERRORS: "2"}
+    first, last = gpu_findings(eight, seen=8)
+    assert first.startswith("FAIL GPU memory GPU 5 has 2 uncorrected memory errors: exclude the")
+    assert last.startswith("OK GPUs 8 x ")
+
+
+def test_a_gpu_that_has_fallen_off_the_bus_is_named(gpu_findings):
+    """After Xid 79: nvidia-smi prints this for each value of that GPU, or fails."""
+    lost = gpu(3, **{ECC_ERRORS: "[GPU is lost]", "memory.used": "[GPU is lost]"})
+    first, last = gpu_findings([gpu(0), gpu(1), gpu(2), lost], seen=3)
+    assert first.startswith("FAIL GPUs GPU 3 has failed ([GPU is lost]): exclude the node, and ")
+    assert last.startswith("WARN GPUs PyTorch ") and "sees 3 of 4 GPUs" in last
+    error = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
+    (only,) = gpu_findings(4, fails=error)
+    assert only == f"WARN GPUs nvidia-smi: {error}: ask the administrators"
+
+
+def test_an_nvidia_smi_that_hangs_delays_the_doctor_only_for_a_moment(gpu_findings):
+    (only,) = gpu_findings(8, hangs=True)
+    assert only == "WARN GPUs nvidia-smi does not answer within 1 s: ask the administrators"
+
+
+def test_a_process_sees_one_mig_device_only(gpu_findings):
+    mig = [gpu(0, mig=["MIG-a", "MIG-b"], **USED), gpu(1, mig=["MIG-c"])]
+    first = gpu_findings(mig, seen=1)[0]
+    assert first.startswith("FAIL GPU memory GPU 0 has 2 uncorrected memory errors")
+    assert gpu_findings(mig, seen=1)[-1].startswith("OK GPUs 1 x NVIDIA H200")
+    assert "sees 0 of 1 GPUs" in gpu_findings(mig, seen=0)[-1]
+
+
+def test_hidden_gpus_are_not_missed(gpu_findings, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(guard, "has_gpu", lambda: True)
+    assert gpu_findings(8) == ["OK GPUs none: uses the CPU"]
+
+
+def test_gpus_of_other_jobs_are_not_checked(tmp_path):
+    path = nvidia_smi(tmp_path, [gpu(0, **USED)])
+    result = run("--json", PATH=path, CUDA_VISIBLE_DEVICES="GPU-777")
     assert [f for f in json.loads(result.stdout) if f["check"] in ("GPU memory", "GPU power")] == []
 
 
@@ -116,6 +162,29 @@ def test_the_transport_is_read_from_the_log_of_nccl():
         "n1:1:2 [0] NCCL INFO Channel 01 : 0[0] -> 1[1] via SHM/direct/direct\n"
     )
     assert doctor.nccl_links(log) == ["NET/IB/GDRDMA", "P2P/CUMEM", "SHM/direct"]
+
+
+@pytest.mark.parametrize(
+    ("line", "link"),
+    [
+        ("Channel 02/0 : 8[0] -> 1[1] [receive] via NET/IB/0/GDRDMA/Shared", "NET/IB/GDRDMA"),
+        ("Channel 02/0 : 0[0] -> 9[1] [send] via NET/IB/0(1)/GDRDMA", "NET/IB/GDRDMA"),
+        ("Channel 02/0 : 0[0] -> 9[1] [send] via NET/IB/0(1)", "NET/IB"),
+        ("Channel 03/0 : 1[1] -> 2[0] [send] via NET/Socket/0", "NET/Socket"),
+        ("Channel 03/0 : 1[1] -> 2[0] [send] via NET/AWS Libfabric/0/GDRDMA", AWS),
+        ("Channel 03/0 : 1[1] -> 2[0] via P2P/direct pointer/read", "P2P/direct pointer"),
+        ("CollNet 00/0 : 0 [send] via COLLNET/SHARP/0/GDRDMA", "COLLNET/SHARP/GDRDMA"),
+        ("NVLS comm 0x5612 headRank 0 nHeads 8 nvlsRanks 8 buffSize 1048576", "NVLS"),
+    ],
+)
+def test_each_transport_of_nccl_is_named(line, link):
+    """Lines in the form of NCCL 2.30."""
+    assert doctor.nccl_links(f"n1:1:2 [0] NCCL INFO {line}\nn1:1:2 [0] NCCL INFO x\n") == [link]
+
+
+def test_nvls_that_is_not_used_is_not_named():
+    available = "NCCL INFO NVLS multicast support is available on dev 0 (NVLS_NCHANNELS 16)\n"
+    assert doctor.nccl_links(available) == []
 
 
 def test_missing_packages_are_named_and_the_other_checks_run():

@@ -8,11 +8,23 @@ import socket
 import subprocess
 import sys
 import time
+import zipapp
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import NO_LAUNCHER, REPO, TORCHRUN, free_port, load, run_ranks, wait_until
+from gpus import gpu, nvidia_smi
+from harness import (
+    NO_LAUNCHER,
+    REPO,
+    TORCHRUN,
+    free_port,
+    load,
+    run_ranks,
+    wait_until,
+    write_program,
+)
 
 GUARD = REPO / "scripts/guard.py"
 RECORDS_GLOO = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # not before PyTorch 2.8
@@ -172,6 +184,8 @@ SINGLE = {
     "a neighbour": "import neighbour\nprint(neighbour.VALUE)",
     "pickle and multiprocessing": PICKLE,
     "warning": "import warnings\nwarnings.warn('careful')",
+    "annotations": "import dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int = 0\n"
+    "print(dataclasses.fields(A)[0].type)",
 }
 
 
@@ -209,6 +223,47 @@ def test_a_module_with_relative_imports_runs_as_without_it(tmp_path, ending):
     text = "import sys\nfrom .neighbour import VALUE\nprint(__name__, __package__, sys.argv, VALUE)"
     (tmp_path / "package/train.py").write_text(f"{text}\n{ending}")
     assert_runs_as_without_it(tmp_path, "-m", "package.train", "--an-option")
+
+
+@pytest.mark.parametrize("ending", ["print('end')", "raise ValueError('no')", "exit(4)"])
+def test_a_directory_or_a_zip_file_runs_as_without_it(tmp_path, ending):
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "neighbour.py").write_text("VALUE = 7")
+    text = "import sys\nfrom neighbour import VALUE\nprint(__name__, sys.argv[1:], sys.path, VALUE)"
+    (app / "__main__.py").write_text(f"{text}\n{ending}")
+    zipapp.create_archive(app, tmp_path / "app.pyz")
+    assert_runs_as_without_it(tmp_path, "app", "--an-option")
+    assert_runs_as_without_it(tmp_path, "app.pyz", "--an-option")
+
+
+def test_a_directory_without_main_is_named(tmp_path):
+    result = subprocess.run([sys.executable, GUARD, tmp_path], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == f"guard.py: error: cannot read {tmp_path}: Is a directory\n"
+
+
+FORK = """
+import os, sys
+child = os.fork()
+if not child:
+    {end}
+_, status = os.waitpid(child, 0)
+print("code", os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("sys.exit(3)", 3), ("sys.exit(0)", 0), ("raise ValueError('no')", 1)]
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_fork_of_the_script_is_not_taken_for_the_rank(tmp_path, end, code, size):
+    (tmp_path / "my_train.py").write_text(FORK.format(end=end))
+    failure = tmp_path / "failure"
+    result = run(size, tmp_path / "my_train.py", env={"FAILURE_FILE": failure})
+    assert result.codes == [0] * size, result.err
+    assert all(f"code {code}\n" in out for out in result.out)
+    assert not failure.exists()
 
 
 def test_a_script_that_does_not_exist_is_named(tmp_path):
@@ -288,10 +343,56 @@ def test_each_step_and_each_job_gets_a_port_of_its_own():
     assert guard.port_of_job(batch) != guard.port_of_job(batch | {"ATTEMPT": "2"})
 
 
-def test_a_variable_that_is_not_a_number_is_named(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        guard.launch_environment(BY_TORCHRUN | {"MASTER_PORT": "many"})
-    assert "MASTER_PORT should be numbers" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (
+            BY_TORCHRUN | {"MASTER_PORT": "many"},
+            "MASTER_PORT is 'many', not a number from 1 to 65535",
+        ),
+        (BY_TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', not a number from 1 to"),
+        (BY_TORCHRUN | {"RANK": "abc"}, "RANK is 'abc', not a number from 0 to 7"),
+        (BY_TORCHRUN | {"RANK": "nan"}, "RANK is 'nan', not a number from 0 to 7"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK is '5', not a number from 0 to 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1', not a number from 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', not a number from 1 to "),
+        ({"RANK": "0", "WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1', not a number from 1 to "),
+        ({"RANK": "0", "WORLD_SIZE": "1" + 30 * "0"}, "WORLD_SIZE is '1000000"),
+        (BY_TORCHRUN | {"LOCAL_RANK": "8"}, "LOCAL_RANK is '8', not a number from 0 to 7"),
+        (BY_TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_WORLD_SIZE is '4', not a number from 5 to"),
+        ({"RANK": "1"}, "only RANK is set of RANK and WORLD_SIZE: unset it, or set both"),
+        (
+            {"WORLD_SIZE": "2", "RANK": ""},
+            "only WORLD_SIZE is set of RANK and WORLD_SIZE: unset it",
+        ),
+        (STEP | {"SLURM_STEP_ID": "abc"}, "SLURM_STEP_ID is 'abc', not a number from -16 to"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "?"}, "WORLD_SIZE is '?', not a number from 1 to "),
+        ({"SLURM_JOB_ID": "17", "ATTEMPT": "x"}, "ATTEMPT is 'x', not a number from 1 to "),
+    ],
+)
+def test_a_launch_variable_out_of_its_range_is_named(tmp_path, env, text):
+    """In a process of its own: one line, exit code 2, also in FAILURE_FILE."""
+    failure = tmp_path / "failure"
+    env = {"PATH": os.environ["PATH"], "FAILURE_FILE": str(failure)} | env
+    command = [sys.executable, GUARD, "my_train.py"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"guard.py: error: {text}") and result.stderr.count("\n") == 1
+    assert json.loads(failure.read_text())["reason"].startswith(text)
+
+
+def test_empty_launch_variables_are_unset():
+    empty = dict.fromkeys(["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "SLURM_STEP_ID"], "")
+    assert ranks(empty) == ALONE
+    assert ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (3, 1, 8, 2)
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "99999"])
+def test_free_port_refuses_what_is_no_port(port):
+    command = [sys.executable, GUARD, "--free-port", port]
+    result = subprocess.run(command, capture_output=True, text=True)
+    text = f"guard.py: error: --free-port is '{port}', not a number from 1 to 65535: correct or"
+    assert result.returncode == 2 and result.stderr.startswith(text)
 
 
 def test_the_hosts_of_a_job_come_from_slurm_or_pbs(tmp_path, monkeypatch):
@@ -430,7 +531,8 @@ def test_a_rank_with_another_script_or_config_file_is_named(tmp_path):
 def test_a_process_of_another_job_is_refused_and_the_job_continues(tmp_path):
     def env(rank) -> dict:
         stray = {"ATTEMPT_ID": "8.1", "WORLD_SIZE": 3}
-        return stray if rank == 2 else {"ATTEMPT_ID": "7.1", "WORLD_SIZE": 2}
+        own = {"ATTEMPT_ID": "7.1", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        return stray if rank == 2 else own
 
     result = run(3, write(tmp_path, fault="time.sleep(0.1)"), env=env)
     assert result.codes[2] == 2
@@ -438,24 +540,10 @@ def test_a_process_of_another_job_is_refused_and_the_job_continues(tmp_path):
     assert "another" not in result.err[0] + result.err[1]
 
 
-SMI = """#!/bin/sh
-# Stands in for nvidia-smi where there is no GPU.
-[ "$1" = --query-gpu=uuid ] && printf '%s\\n' {gpus}
-"""
-
-
-def gpus(tmp_path, *uuids: str) -> dict[str, str]:
-    smi = tmp_path / "bin/nvidia-smi"
-    smi.parent.mkdir(exist_ok=True)
-    smi.write_text(SMI.format(gpus=" ".join(uuids)))
-    smi.chmod(0o755)
-    return {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
-
-
 def test_ranks_that_share_a_gpu_are_named(tmp_path):
     script = write(tmp_path)
     text = f"Duplicate GPU detected: on {HOST}, ranks 0-2 share 2 visible GPUs: start as many "
-    two = gpus(tmp_path, "GPU-a", "GPU-b")
+    two = {"PATH": nvidia_smi(tmp_path, 2)}
     assert refused(run(3, script, env=two)).startswith(text)
     one = two | {"CUDA_VISIBLE_DEVICES": "1"}
     assert "ranks 0-1 share 1 visible GPUs" in refused(run(2, script, env=one))
@@ -497,12 +585,11 @@ NUMA = """if True:
 )
 def test_a_rank_is_bound_to_the_cores_near_its_gpu(tmp_path, rank, env, mask, ranks, expected):
     """Stand-ins for nvidia-smi and for sysfs: GPU 0 is near the second half of the cores."""
-    (smi := tmp_path / "nvidia-smi").write_text(
-        '#!/bin/sh\ncase "$*" in *query-gpu=uuid*) printf "GPU-a\\nGPU-b\\n" ;;\n'
-        "*id=GPU-a*) echo 00000000:3B:00.0 ;; *id=GPU-b*) echo 00000000:D8:00.0 ;; "
-        "*) echo No devices were found; exit 6 ;; esac\n"
-    )
-    smi.chmod(0o755)
+    pair = [
+        gpu(0, **{"pci.bus_id": "00000000:3B:00.0"}),
+        gpu(1, **{"pci.bus_id": "00000000:D8:00.0"}),
+    ]
+    path = nvidia_smi(tmp_path, pair)
     near = {"d8": f"{HALVES[0][0]}-{HALVES[0][-1]}", "3b": ",".join(map(str, HALVES[1]))}
     for device, cores in near.items():
         (tmp_path / f"0000:{device}:00.0").mkdir()
@@ -510,11 +597,37 @@ def test_a_rank_is_bound_to_the_cores_near_its_gpu(tmp_path, rank, env, mask, ra
     code = NUMA.format(
         scripts=str(GUARD.parent), mask=mask, pci=str(tmp_path), rank=rank, ranks=ranks
     )
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCHELASTIC_RUN_ID": "x"} | env
+    env = {"PATH": path, "TORCHELASTIC_RUN_ID": "x"} | env
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     share = len(mask) // ranks
     assert result.stdout.startswith(f"{expected} "), result.stderr
     assert int(result.stdout.split()[-1]) in (share, share + 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "allowed", "share"),
+    [
+        ({"SLURM_CPU_BIND_TYPE": "none"}, range(8), [4, 5]),  # slurm_train_multinode.sh
+        ({"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, range(8), range(8)),  # of this task
+        ({}, range(8), range(8)),  # bound by mpirun, for example
+        ({"TORCHELASTIC_RUN_ID": "r"}, range(8), [4, 5]),
+        ({}, range(16), [8, 9, 10, 11]),  # not bound
+    ],
+)
+def test_a_rank_keeps_the_cores_that_it_was_bound_to(monkeypatch, variables, allowed, share):
+    for name in ("SLURM_CPU_BIND_TYPE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    bound = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(allowed))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cores: bound.append(cores))
+    monkeypatch.setattr(guard.ctypes, "CDLL", lambda _name: SimpleNamespace(prctl=print))
+    guard.configure_process({"LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4, "WORLD_SIZE": 4})
+    assert bound == [list(share)]
 
 
 def test_a_rank_sees_one_mig_device_because_cuda_uses_only_the_first():
@@ -524,6 +637,95 @@ def test_a_rank_sees_one_mig_device_because_cuda_uses_only_the_first():
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert result.stdout == "MIG-b\n", result.stderr
+
+
+@pytest.fixture
+def gpus_of(tmp_path, monkeypatch):
+    """gpus_of(ranks, gpus, NAME=VALUE, ...): the GPU of each rank of this host."""
+
+    def gpus_of(ranks: int, gpus, hangs=False, fails="", **env) -> list[str]:
+        monkeypatch.setenv("PATH", nvidia_smi(tmp_path, gpus, hangs=hangs, fails=fails))
+        monkeypatch.setattr(guard, "SMI_SECONDS", 1 if hangs else 30)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
+        guard.list_gpus.cache_clear()
+        found = []
+        for rank in range(ranks):
+            with monkeypatch.context() as own:
+                for name in ("CUDA", "HIP", "ROCR"):
+                    own.setenv(f"{name}_VISIBLE_DEVICES", "to be restored")
+                    own.delenv(f"{name}_VISIBLE_DEVICES")
+                own.setenv("OMP_NUM_THREADS", "1")
+                for name, value in env.items():
+                    own.setenv(name, value)
+                guard.configure_process(
+                    {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "WORLD_SIZE": ranks}
+                )
+                found.append(guard.gpu_of(rank))
+        guard.list_gpus.cache_clear()
+        return found
+
+    return gpus_of
+
+
+def test_each_of_eight_ranks_has_one_of_eight_gpus(gpus_of):
+    eight = [f"GPU-{index}" for index in range(8)]
+    assert gpus_of(8, 8) == eight
+    reverse = "7,6,5,4,3,2,1,0"
+    assert gpus_of(8, 8, CUDA_VISIBLE_DEVICES=reverse) == eight[::-1]
+    assert gpus_of(2, 8, CUDA_VISIBLE_DEVICES="GPU-6, GPU-3") == ["GPU-6", "GPU-3"]
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles", "8", "-1,0,1"])
+def test_ranks_on_the_cpu_share_no_gpu(gpus_of, hidden):
+    assert gpus_of(2, 8, CUDA_VISIBLE_DEVICES=hidden) == ["", ""]
+
+
+def test_gpus_after_an_invalid_entry_are_not_visible(gpus_of):
+    found = gpus_of(3, 8, CUDA_VISIBLE_DEVICES="2,3,-1,4")
+    assert found == ["GPU-2", "GPU-3", "none"]
+
+
+def test_the_gpus_are_unknown_if_nvidia_smi_hangs_or_fails(gpus_of):
+    assert gpus_of(2, 8, hangs=True) == ["", ""]
+    xid_79 = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
+    assert gpus_of(2, 8, fails=xid_79) == ["", ""]
+
+
+def test_only_known_gpus_are_compared():
+    """The nvidia-smi of two ranks did not answer."""
+    some = [info(gpu="A"), info(gpu="B"), info(), info()]
+    assert guard.find_problem(some, 300) == ""
+    assert "ranks 0-3 share 1 visible GPUs" in guard.find_problem([*some[1:], info(gpu="B")], 300)
+    assert "share 1 visible GPUs" in guard.find_problem([info(gpu="A"), info(gpu="none")], 300)
+
+
+def test_each_rank_has_a_mig_device_of_its_own(gpus_of):
+    """CUDA shows only the first one to a process: the variable is set for each rank."""
+    mig = [gpu(0, mig=["MIG-a", "MIG-b"]), gpu(1, mig=["MIG-c"]), gpu(2)]
+    assert gpus_of(4, mig) == ["MIG-a", "MIG-b", "MIG-c", "GPU-2"]
+    assert gpus_of(2, mig, CUDA_VISIBLE_DEVICES="MIG-c,MIG-a") == ["MIG-c", "MIG-a"]
+    assert gpus_of(3, mig, CUDA_VISIBLE_DEVICES="0") == ["MIG-a", "MIG-b", "none"]
+
+
+AMD = {
+    "amd-smi": "printf 'GPU: 0\\n    BDF: 0000:01:00.0\\n    UUID: a0\\nGPU: 1\\n    UUID: a1\\n'",
+    "rocm-smi": "printf 'GPU[0]\\t: Unique ID: \\t0xa0\\nGPU[1]\\t: Unique ID: \\t0xa1\\n'",
+}
+
+
+@pytest.mark.parametrize("program", AMD)
+def test_the_gpus_of_amd_are_told_apart(tmp_path, gpus_of, program):
+    """The output of both programs is taken from documentation, not from a GPU."""
+    write_program(tmp_path / "bin" / program, AMD[program])
+    no_nvidia = {"fails": "no driver"}
+    both = gpus_of(2, 0, **no_nvidia)
+    assert [uuid[-2:] for uuid in both] == ["a0", "a1"]
+    assert gpus_of(2, 0, HIP_VISIBLE_DEVICES="1,0", **no_nvidia) == both[::-1]
+    assert gpus_of(2, 0, ROCR_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="0", **no_nvidia) == [
+        both[1],
+        both[1],
+    ]
+    assert gpus_of(2, 0, HIP_VISIBLE_DEVICES="", **no_nvidia) == ["", ""]
 
 
 def info(host="node01", gpu="", **same) -> dict:
@@ -567,8 +769,8 @@ def test_a_port_that_another_program_uses_is_named(tmp_path):
 
 
 def test_guard_0_sets_the_variables_and_runs_the_script_unchecked(tmp_path):
-    same_gpu = gpus(tmp_path, "GPU-a")
-    result = run(2, write(tmp_path), env=srun(2, GUARD="0", **same_gpu))
+    same_gpu = nvidia_smi(tmp_path, 1)
+    result = run(2, write(tmp_path), env=srun(2, GUARD="0", PATH=same_gpu))
     assert result.codes == [0, 0], result.err
     assert result.out == ["rank 0 of 2 ends\n", "rank 1 of 2 ends\n"]
 
@@ -660,7 +862,7 @@ def test_a_hang_names_the_rank_at_fault_without_a_flight_recorder(tmp_path):
     result = run(3, write(tmp_path, fault=code), **more)
     found = re.search(
         rf"error: hang: rank 1 on {HOST} is at collective (\d+) \(gloo:complete\), \d+ steps done; "
-        r"the others are at collective (\d+) \(gloo:backward\)\n",
+        r"the others are at collective (\d+) \(gloo:backward\); no progress for 3 s ",
         "\n".join(result.err),
     )
     assert found and int(found[1]) == int(found[2]) - 1, result.err
@@ -682,6 +884,283 @@ def test_a_rank_that_works_alone_is_not_a_hang_while_nobody_waits(tmp_path, befo
     result = run(3, write(tmp_path, fault=alone), env={"HANG_TIMEOUT": "3"}, before=before + go)
     assert result.codes == [0, 0, 0], result.err
     assert all("ends" in out for out in result.out)
+
+
+# ---------------------------------------------------------- hang verdict: positions and recorders
+
+
+@pytest.mark.parametrize(
+    ("silent", "started_later", "by_another", "is_killed"),
+    [
+        ("does not answer", 0, False, True),
+        ("has ended", 0, False, False),  # its id may be another process's by now
+        ("does not answer", 1, False, False),
+        ("does not answer", 0, True, False),
+    ],
+    ids=["a rank", "a rank that has ended", "a newer process", "a process of others"],
+)
+def test_only_a_process_of_the_same_launcher_is_killed(
+    monkeypatch, silent, started_later, by_another, is_killed
+):
+    """Whoever reaches the store can write the id of any process into it."""
+    child = subprocess.Popen(["sleep", "100"])
+    try:
+        _, start = guard.parent_and_start(child.pid)
+        watch = guard.HangWatch.__new__(guard.HangWatch)
+        watch.rank = 0
+        facts = {"host": HOST, "pid": child.pid, "started": start + started_later}
+        watch.infos = [facts, facts]
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(os, "_exit", lambda code: None)
+        if not by_another:  # this test is the launcher of the child
+            monkeypatch.setattr(os, "getppid", os.getpid)
+        watch.report({0: note(2, 1)}, {1: silent})
+        if is_killed:
+            assert child.wait(10) == -signal.SIGKILL
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(0.5)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def note(enqueued: int, completed: int, name="nccl2:all_reduce [[55]]", waits=None, **more) -> dict:
+    """What a rank writes to the store. It waits if a collective is incomplete."""
+    names = {str(number): name for number in range(completed - 2, enqueued + 1)}
+    group = {"enqueued": enqueued, "completed": completed, "started": -1, "names": names} | more
+    if waits is None:
+        waits = name if enqueued > completed else ""
+    return {"steps": 7, "limit": 540, "waits": waits, "groups": {"nccl2 0": group}}
+
+
+def verdict(notes, silent=()) -> str:
+    size = len(notes) + len(silent)
+    watch = guard.HangWatch.__new__(guard.HangWatch)
+    watch.infos = [{"host": "node01", "pid": 1}] * size
+    return watch.verdict(dict(enumerate(notes)), dict(silent))
+
+
+def test_only_the_rank_behind_the_first_incomplete_collective_is_at_fault():
+    """The hosts of the others run ahead of their GPUs by different numbers of collectives."""
+    ahead = [1040, 1043, 1043, 1000, 1041, 1043, 1042, 1043]
+    text = verdict([note(number, 1000) for number in ahead])
+    assert text.startswith(
+        "hang: rank 3 on node01 is at collective 1000 (nccl2:all_reduce [[55]]), 7 steps done; "
+        "the others are at collective 1001 (nccl2:all_reduce [[55]])"
+    )
+
+
+def test_a_rank_that_has_completed_more_than_the_others_does_not_move_the_verdict():
+    """The root of a broadcast completes it before the other ranks do."""
+    text = verdict([note(12, 11), note(11, 9), note(9, 9)])
+    assert "rank 2 on node01 is at collective 9 " in text and "rank 1 " not in text
+    assert "the others are at collective 10 (" in text
+
+
+def test_the_network_or_a_gpu_is_at_fault_if_all_ranks_have_enqueued_the_collective():
+    text = verdict([note(20, 10), note(14, 10), note(11, 10)])
+    expected = "hang: all ranks are at collective 11 (nccl2:all_reduce [[55]]); "
+    assert text == f"{expected}no progress for 540 s (HANG_TIMEOUT): check the network and the GPUs"
+    notes = [note(20, 10, started=11), note(14, 10, started=10), note(11, 10, started=11)]
+    text = verdict(notes)
+    assert (
+        ", not started by the GPU of rank 1 on node01; no progress for 540 s (HANG_TIMEOUT)" in text
+    )
+
+
+def test_a_rank_in_another_collective_is_at_fault_but_other_sizes_in_a_gather_are_not():
+    other = note(11, 10, name="nccl2:broadcast [[7]]")
+    text = verdict([note(20, 10), note(11, 10), other])
+    assert text.startswith(
+        "hang: rank 2 on node01 is at collective 11 (nccl2:broadcast [[7]]), 7 steps done; "
+        "the others are at collective 11 (nccl2:all_reduce [[55]])"
+    )
+    uneven = [note(11, 10, name=f"nccl2:all_to_all [[{size}]]") for size in (5, 6, 7)]
+    assert verdict(uneven).startswith("hang: all ranks are at collective 11 (nccl2:all_to_all")
+
+
+def test_a_rank_that_waits_in_another_process_group_is_not_at_fault():
+    """Ranks 0 and 1, 1 and 2 share a group. Rank 2 is busy, so that 1 waits, so that 0 waits."""
+
+    def group(enqueued, completed) -> dict:
+        return note(enqueued, completed)["groups"]["nccl2 0"]
+
+    notes = [
+        {"steps": 7, "limit": 540, "waits": "all_reduce", "groups": {"nccl2 a": group(5, 4)}},
+        {"steps": 7, "limit": 540, "waits": "all_reduce", "groups": {"nccl2 a": group(4, 4)}},
+        {"steps": 7, "limit": 540, "waits": "", "groups": {"nccl2 b": group(8, 8)}},
+    ]
+    notes[1]["groups"]["nccl2 b"] = group(9, 8)
+    text = verdict(notes)
+    assert "rank 2 on node01 is at collective 8 " in text and "rank 1 " not in text
+    assert "the others are at collective 9 " in text
+
+
+def test_a_rank_outside_is_at_fault_while_the_others_initialize_nccl():
+    inside = {"steps": 0, "limit": 540, "waits": "init_process_group", "groups": {}}
+    outside = {"steps": 0, "limit": 540, "waits": "", "groups": {}}
+    text = verdict([inside, outside, inside])
+    assert text.startswith(
+        "hang: rank 1 on node01 is not in a function of torch.distributed, 0 steps done; "
+        "the others are in init_process_group"
+    )
+    text = verdict([inside, inside])
+    assert text.startswith("hang: all ranks are in init_process_group; no progress for 540 s ")
+
+
+TIMEOUTS = {
+    "gloo": ("dist.init_process_group('gloo')", 1620),
+    "gloo, two hours": ("dist.init_process_group('gloo', timeout=timedelta(hours=2))", 6480),
+    "no group": ("pass", 540),
+    "NCCL's default": (
+        "timeout = dist.distributed_c10d._get_default_timeout('nccl')\n"
+        "dist.init_process_group('gloo', timeout=timeout)",
+        540,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TIMEOUTS)
+def test_the_limit_follows_the_timeout_of_the_process_group(tmp_path, case):
+    code, expected = TIMEOUTS[case]
+    lines = ["import sys, torch", "from datetime import timedelta"]
+    lines += ["import torch.distributed as dist", f"sys.path.insert(0, {str(GUARD.parent)!r})"]
+    lines += ["import guard", code, "watch = guard.HangWatch.__new__(guard.HangWatch)"]
+    lines += ["watch.fixed_timeout = None", "print(watch.timeout())"]
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env |= {"RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", "\n".join(lines)]
+    assert float(subprocess.check_output(command, env=env)) == expected
+
+
+INIT = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+
+if os.environ["RANK"] == "1":
+    time.sleep(1000)
+dist.init_process_group("gloo", timeout=timedelta(seconds={timeout}))
+"""
+
+
+def test_a_rank_that_does_not_call_init_process_group_is_named(tmp_path):
+    """While the others are in it, no recorder has a group: as in NCCL's initialization."""
+    (tmp_path / "my_train.py").write_text(INIT.format(timeout=600))
+    result = run(3, tmp_path / "my_train.py", env={"HANG_TIMEOUT": "3"})
+    assert all(result.codes)
+    text = (
+        f"error: hang: rank 1 on {HOST} is not in a function of torch.distributed, 0 steps done; "
+    )
+    text += "the others are in init_process_group; no progress for 3 s (HANG_TIMEOUT)\n"
+    assert text in result.err[0], result.err
+
+
+def test_the_limit_of_init_process_group_is_its_timeout(tmp_path):
+    (tmp_path / "my_train.py").write_text(INIT.format(timeout=10))
+    result = run(2, tmp_path / "my_train.py", env={"HANG_TIMEOUT": None})
+    assert "the others are in init_process_group; no progress for 9 s" in result.err[0], result.err
+
+
+def test_hang_timeout_0_is_off_and_says_so(tmp_path):
+    slow = "step == 5 and rank == 0 and time.sleep(5)"
+    result = run(2, write(tmp_path, fault=slow), env={"HANG_TIMEOUT": "0"})
+    assert result.codes == [0, 0], result.err
+    assert "guard.py: HANG_TIMEOUT is 0: hangs are not detected\n" in result.out[0]
+
+
+@pytest.mark.parametrize("name", ["HANG_TIMEOUT", "RANK_TIMEOUT"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e30", "soon"])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(name, value, monkeypatch, capsys):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        guard.seconds(name, 300)
+    assert f"error: {name} is '{value}', not a number of seconds\n" in capsys.readouterr().err
+
+
+def test_the_mode_of_nccl_that_hangs_in_pytorch_2_7_0_is_switched_off(monkeypatch):
+    """pytorch/pytorch#153960"""
+    monkeypatch.setattr(os, "environ", {})
+    guard.configure_torch("2.7.1+cu126")
+    assert "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ
+    guard.configure_torch("2.7.0+cu126")
+    assert os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0"
+
+
+FAKE_BACKEND = """if True:
+    import json, sys
+    sys.path.insert(0, {scripts!r})
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import guard
+    distributed_c10d._FR_SELF_RECORDING_BACKENDS.discard("fake")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    before = guard.counters()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(7))
+    print(json.dumps([before != guard.counters(), guard.positions(), guard.waits_for()]))
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS"),
+    reason="needs PyTorch 2.15",
+)
+def test_a_backend_without_a_recorder_of_its_own_is_recorded_by_pytorch():
+    """As ProcessGroupNCCL2 is; the backend "fake" needs no GPU."""
+    code = FAKE_BACKEND.format(scripts=str(GUARD.parent))
+    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    has_changed, positions, waits = json.loads(output)
+    assert has_changed and waits == ""
+    assert positions["fake 0"]["enqueued"] == positions["fake 0"]["completed"] == 3
+    assert positions["fake 0"]["names"]["3"] == "fake:all_reduce [[7]]"
+
+
+class Recorders:
+    """Stands in for the recorders of PyTorch 2.15 on a GPU: "nccl" is served by ProcessGroupNCCL2.
+
+    As printed by PyTorch 2.15.0: pg_status counts operations from 0, the entries from 1.
+    """
+
+    def __init__(self, done: int, enqueued: int):
+        self.traces = {}
+        entries = [self.entry(number, number <= done) for number in range(1, enqueued + 1)]
+        status = {
+            "last_completed_collective": str(done - 1),
+            "last_enqueued_collective": str(enqueued - 1),
+            "last_started_collective": "-1",
+        }
+        self.traces["nccl2"] = {"pg_status": {"0": status}, "entries": entries}
+
+    def entry(self, number: int, done: bool) -> dict:
+        return {
+            **{"process_group": ["0", "default_pg"], "pg_id": 0, "is_p2p": False},
+            **{"profiling_name": "nccl2:all_reduce", "input_sizes": [[55]], "retired": done},
+            **{"collective_seq_id": number, "state": "completed" if done else "scheduled"},
+        }
+
+    def _dump_nccl_trace_json(self, entries, only_active):
+        return json.dumps({"pg_status": {}})
+
+    def _dump_fr_trace_json(self, entries, only_active, backend="gloo"):
+        trace = dict(self.traces.get(backend, {"pg_status": {}}))
+        if not entries:
+            trace.pop("entries", None)
+        return json.dumps(trace)
+
+
+def test_the_recorder_of_nccl_in_pytorch_2_15_is_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Recorders(9, 12))
+    assert guard.waits_for() == "nccl2:all_reduce [[55]]"
+    position = guard.positions()["nccl2 0"]
+    assert (position["enqueued"], position["completed"], position["started"]) == (12, 9, -1)
+    assert position["names"]["10"] == "nccl2:all_reduce [[55]]"
+    before = guard.counters()
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Recorders(12, 12))
+    assert guard.waits_for() == "" and guard.counters() != before
 
 
 # ---------------------------------------------------------------------------------------- failures
@@ -717,6 +1196,81 @@ def test_the_failure_file_says_why_the_script_failed(tmp_path, code):
     written = json.loads(failure.read_text())
     assert (written["cause"], written["rank"], written["host"]) == (cause, 0, HOST)
     assert reason in written["reason"]
+
+
+NCCL_ERROR = "NCCL error in: /pytorch/torch/csrc/NCCLUtils.cpp:77, {}, NCCL version 2.27.3\n"
+NCCL_ERROR += "{}: A call failed.\nLast error:\n{}\nException raised from create at ...\nframe #0"
+NCCL_2_ERROR = "NCCL AllReduce failed: {} \nNCCL Last Error: {}\n"
+OF_OTHERS = {
+    "DistBackendError": [
+        NCCL_ERROR.format(
+            "remote process exited or there was a network error", "ncclRemoteError", ""
+        ),
+        NCCL_ERROR.format("unhandled system error", "ncclSystemError", "Connection closed by peer"),
+        "NCCL communicator was aborted on rank 1. ",
+        "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "
+        "key-value store by key '0', but store->get('0') got error: Connection reset by peer",
+    ],
+    "DistNetworkError": [
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote"
+    ],
+    "RuntimeError": [
+        NCCL_2_ERROR.format("remote process exited or there was a network error", "?"),
+        "NCCL communicator was aborted after a previous error",
+        "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711",
+        "[/pytorch/gloo/transport/tcp/pair.cc:547] writev [127.0.0.1]:4711: Broken pipe",
+        "[/pytorch/gloo/transport/tcp/pair.cc:547] Read error [10.0.0.1]:4711: No route to host",
+    ],
+}
+OF_ITS_OWN = {
+    "DistBackendError": [
+        ("exception", NCCL_ERROR, "invalid usage", "ncclInvalidUsage", "Duplicate GPU detected"),
+        (
+            "exception",
+            NCCL_ERROR,
+            "unhandled system error",
+            "ncclSystemError",
+            "no socket interface",
+        ),
+        ("out of memory", NCCL_ERROR, "unhandled cuda error", "", "Cuda failure 2 'out of memory'"),
+    ],
+    "RuntimeError": [
+        ("exception", NCCL_2_ERROR, "internal error", "Cuda failure 719 'unspecified'"),
+        ("exception", "[/pytorch/gloo/transport/tcp/pair.cc:144] Timed out waiting 1800000ms"),
+        ("out of memory", "CUDA error: out of memory"),
+    ],
+    "ConnectionResetError": [("exception", "[Errno 104] Connection reset by peer")],  # the script's
+}
+
+
+def report(name: str, text: str, failure, monkeypatch) -> None:
+    monkeypatch.setenv("FAILURE_FILE", str(failure))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    error = type(name, (Exception,), {})(text)
+    guard.report_error(error, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(n, t) for n, texts in OF_OTHERS.items() for t in texts]
+)
+def test_a_lost_connection_is_no_failure_of_this_rank(tmp_path, monkeypatch, capsys, name, text):
+    report(name, text, tmp_path / "failure", monkeypatch)
+    assert f"guard.py: rank 3 on {HOST}: another rank exited (" in capsys.readouterr().err
+    assert not (tmp_path / "failure").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(n, c) for n, cases in OF_ITS_OWN.items() for c in cases]
+)
+def test_an_error_of_nccl_is_recorded_with_its_last_line(tmp_path, monkeypatch, capsys, name, case):
+    cause, text, *parts = case
+    report(name, text.format(*parts), tmp_path / "failure", monkeypatch)
+    assert "another rank" not in capsys.readouterr().err
+    written = json.loads((tmp_path / "failure").read_text())
+    assert written["cause"] == cause
+    assert written["reason"].startswith(f"{name}: ") and "\n" not in written["reason"]
+    assert all(part in written["reason"] for part in parts)
 
 
 def test_the_first_failure_is_kept_and_a_rank_that_lost_another_exits_later(tmp_path):

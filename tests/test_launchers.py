@@ -173,6 +173,61 @@ conda() {{
 """
 
 
+def dry_run(*words: str) -> tuple[int, str]:
+    """(exit code, output) with DRY_RUN=1, outside a job."""
+    outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
+    env = outside | {"DRY_RUN": "1", "PYTHON": sys.executable, "MASTER_PORT": "29400"}
+    result = subprocess.run(
+        ["bash", *words], cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    return result.returncode, result.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("run_distributed.slurm", ["srun --export=ALL --nodes=2 --nodelist=NODES --ntasks=2 "]),
+        ("slurm_train_multinode.sh", ["srun --export=ALL --nodes=2 --nodelist=NODES --ntasks=8 "]),
+        (
+            "slurm_train_single_node.sh",
+            ["srun --export=ALL --nodes=1 --nodelist=NODES --ntasks=4 "],
+        ),
+        (
+            "scripts/pbs/pbs_train.sh",
+            [
+                "pbsdsh -n 0 -- TRAIN configs/default_config.yaml 2 0 NODE1 29400 ",
+                "pbsdsh -n 1 -- TRAIN configs/default_config.yaml 2 1 NODE1 29400 ",
+            ],
+        ),
+        ("scripts/cluster_train.sh", [f"{sys.executable} -m torch.distributed.run "]),
+    ],
+)
+def test_dry_run_prints_the_commands_outside_a_job(script, expected):
+    code, text = dry_run(script, "--lr=0.1")
+    lines = [line.replace("scripts/cluster_train.sh", "TRAIN") for line in text.splitlines()]
+    assert code == 0 and len(lines) == len(expected), text
+    for line, start in zip(lines, expected):
+        assert line.startswith(f"$ {start}") and line.endswith(" --lr=0.1"), text
+
+
+def test_dry_run_in_a_container_only_prints():
+    inside = {"APPTAINER_IMAGE": "absent.sif", "DRY_RUN": "1", "PYTHON": sys.executable}
+    result = subprocess.run(
+        ["scripts/cluster_train.sh"], cwd=REPO, env=os.environ | inside, capture_output=True
+    )
+    text = result.stdout.decode()
+    assert " absent.sif python3 -m torch.distributed.run " in text, result.stderr
+    assert "--nproc-per-node gpu" in text
+
+
+@pytest.mark.parametrize(("workers", "code"), [("1024", 0), ("1025", 2), ("9" * 22, 2)])
+def test_an_absurd_number_of_workers_is_refused(workers, code):
+    launcher = "scripts/ssh/launch_singlenode.sh"
+    found, text = dry_run(launcher, "configs/default_config.yaml", workers)
+    assert found == code, text
+    assert code == 0 or f"NPROC_PER_NODE is {workers}, more than 1024 workers on a node" in text
+
+
 @pytest.fixture
 def conda(tmp_path) -> dict[str, str]:
     """A PATH with a conda that knows the environment `mine`."""

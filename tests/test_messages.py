@@ -25,29 +25,31 @@ BASH = sorted(path for path in BASH if not path.is_symlink())
 
 PRINTERS = {"UserError", "trainer.UserError", "fail", "refuse", "preflight.refuse", "say", "log"}
 PRINTERS |= {"argparse.ArgumentTypeError", "sys.exit", "SystemExit", "print", "end_now", "explain"}
-PRINTERS |= {"sys.stderr.write", "warnings.warn"}
+PRINTERS |= {"sys.stderr.write", "warnings.warn", "advice.append"}
 EXCEPTIONS = {"ValueError", "RuntimeError", "OSError"}  # printed by the caller, inside its message
 # Functions that return messages, or their parts, which others print.
 RETURNED = {
     "guard.py": {"find_problem", "find_differences", "verdict"},
-    "supervise.py": {"cause", "goodput", "resume_command", "qsub_command"},
-    "plan.py": {"advise"},
+    "supervise.py": {"cause", "cause_of_exit_code", "goodput", "sbatch_command", "qsub_command"},
 }
 # Functions that print texts of others, so that nothing but values is to be seen here.
 PASS_ON = {
     ("train_distributed.py", "explain"),  # an error of a file or a library
     ("train_distributed.py", "main"),  # a UserError
+    ("train_distributed.py", "parse_config"),  # a UserError of a config file, after its name
+    ("train_distributed.py", "error"),  # of argparse
     ("guard.py", "fail"),
     ("guard.py", "end_now"),
     ("guard.py", "check_ranks"),  # what find_problem() has returned on rank 0
     ("guard.py", "report"),  # what verdict() has returned
     ("preflight.py", "refuse"),
     ("preflight.py", "main"),  # a finding of checks.py
-    ("checks.py", "finding"),  # of launch_script(), which calls it
     ("doctor.py", "add"),
     ("supervise.py", "log"),
     ("supervise.py", "keep_alive"),  # what goodput() has returned
     ("plan.py", "main"),  # a UserError
+    ("plot_metrics.py", "main"),  # the same
+    ("plot_metrics.py", "error"),  # of argparse
     ("launch.py", "say"),
     *((path.name, "bash") for path in BASH),  # fail() and report_failure()
 }
@@ -56,6 +58,7 @@ PARTS = {
     "train_distributed.py": [
         "unrecognized arguments: …",  # of argparse
         "… on … is damaged or not a checkpoint (…)",  # in a warning, if another one is used
+        *("global_batch_size", "seed"),
     ],
     "guard.py": ["does not answer", "has ended", "is …, … steps done", "at collective … (…)"],
     "checks.py": ["open files", "locked memory", "ulimit -n 65536", "ulimit -l unlimited"],
@@ -205,12 +208,11 @@ class PythonReader:
 
     def call(self, node: ast.Call, env) -> None:
         name, arguments = ast.unparse(node.func), list(node.args)
+        if name == "log_on_rank_0":  # its first argument says which rank this is
+            name, arguments = "log", arguments[1:]
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
         if name in ("Finding", "self.add") and len(arguments) > 1:
             self.finding(*(arguments + [ast.Constant("")])[:4], env)
-        elif name == "finding":  # of launch_script()
-            level = [*arguments, ast.Constant("WARN")][3]
-            self.finding(level, ast.Constant("launch scripts"), *arguments[1:3], env)
         elif name == "threading.Timer" and ast.unparse(arguments[1]) in PRINTERS:
             self.message(arguments[2], env)
         elif name == "os.write" and ast.unparse(arguments[0]) == "2":
@@ -233,8 +235,6 @@ class PythonReader:
         for key, value in zip(node.keys, node.values):
             if isinstance(key, ast.Constant) and key.value == "error":  # of doctor.py
                 self.parts |= texts_of(value, env) - {VALUE}
-            elif key and self.functions[-1] == "advise":  # of plan.py
-                self.message(key, env)
 
     def returned(self, value, env) -> None:
         if self.functions[-1] in RETURNED.get(self.file, ()):
@@ -307,6 +307,7 @@ def normal(text: str) -> str:
     text = text.replace("...", VALUE)
     text = re.sub(r"^[\w.]+\.(py|sh|slurm): ", "", " ".join(text.split()))
     text = re.sub(r"^(error|WARNING): ", "", text)
+    text = text.replace(f"({VALUE}: {VALUE})", f"({VALUE})")  # name and text of an exception
     return re.sub(f"{VALUE}+", VALUE, text)
 
 

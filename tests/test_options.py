@@ -1,5 +1,8 @@
 """Every option does what it says, in real processes (gloo). GPU tests need a GPU."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import yaml
@@ -66,15 +69,16 @@ def test_compile_changes_neither_the_loss_nor_the_names_in_a_checkpoint(tmp_path
     assert compiled.newest()["model"].keys() == eager.newest()["model"].keys()
 
 
-def build(tmp_path, *options) -> torch.nn.Module:
+def build(*options) -> torch.nn.Module:
     """The model as a run of one process trains it."""
     small = ["--dataset=synthetic", "--image-size=64", "--model=resnet18", *options]
-    cfg = train_distributed.parse_config([f"--checkpoint-dir={tmp_path}", *small])
-    directory = train_distributed.RunDirectory(tmp_path)
-    return train_distributed.Run(cfg, train_distributed.World(), directory, {}).model.train()
+    cfg = train_distributed.parse_config(small)
+    task = train_distributed.Task()
+    task.data(cfg)
+    return train_distributed.build_learner(task, cfg, train_distributed.World()).model.train()
 
 
-def test_activation_checkpointing_changes_nothing_but_memory(tmp_path):
+def test_activation_checkpointing_changes_nothing_but_memory():
     images, kept, ends = torch.rand(4, 3, 64, 64), [0, 0], []
     for number, options in enumerate([(), ("--activation-checkpointing",)]):
 
@@ -82,7 +86,7 @@ def test_activation_checkpointing_changes_nothing_but_memory(tmp_path):
             kept[number] += tensor.nbytes
             return tensor
 
-        model = build(tmp_path, *options)
+        model = build(*options)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(images).square().sum()
         loss.backward()
@@ -142,6 +146,29 @@ def test_weight_decay_of_the_command_line_applies_after_a_resume(tmp_path, tiny)
     assert norms[0] < 0.99 * norms[1]
 
 
+TWO_GROUPS = """if True:
+    import torch, train_distributed as trainer
+
+    class Groups(trainer.Task):
+        def optimizer(self, cfg, model):
+            head, rest = list(model.fc2.parameters()), list(model.parameters())[:-2]
+            return torch.optim.SGD([{"params": rest, "lr": 0.01}, {"params": head, "lr": 0.1}])
+
+    task = Groups()
+"""
+
+
+def test_parameter_groups_keep_their_own_learning_rates(tmp_path, tiny):
+    options = [*tiny, "--epochs=1"]
+    train(tmp_path / "run", 1, *options, "--stop-at-step=9", before=TWO_GROUPS)
+    run = train(tmp_path / "run", 1, *options, before=TWO_GROUPS)
+    cfg = train_distributed.parse_config(options)
+    for record in run.records("train"):
+        factor = train_distributed.Task().lr_factor(cfg, record["step"] - 1, 26)
+        assert (record["lr"], record["lr_1"]) == pytest.approx((0.01 * factor, 0.1 * factor))
+    assert len(run.records("train")) == 26
+
+
 def test_log_every_steps_and_checkpoint_every_steps_and_keep(tmp_path, tiny):
     options = [*tiny, "--epochs=1", "--log-every-steps=10", "--checkpoint-every-steps=4"]
     run = train(tmp_path / "run", 1, *options, "--keep=2")
@@ -160,8 +187,8 @@ def test_log_every_steps_and_checkpoint_every_steps_and_keep(tmp_path, tiny):
 )
 def test_learning_rate_is_this_function_of_the_step(options, expected):
     cfg = train_distributed.parse_config(["--lr=0.5", "--epochs=2", *options])
-    rates = [train_distributed.learning_rate(cfg, step, 4) for step in range(len(expected))]
-    assert rates == pytest.approx(expected)
+    factors = [train_distributed.Task().lr_factor(cfg, step, 4) for step in range(len(expected))]
+    assert [cfg.lr * factor for factor in factors] == pytest.approx(expected)
 
 
 def test_test_metrics_are_those_of_the_saved_model_with_batch_norm_too(tmp_path, tiny):
@@ -177,7 +204,7 @@ def test_test_metrics_are_those_of_the_saved_model_with_batch_norm_too(tmp_path,
 def test_deterministic_asks_torch_for_repeatable_kernels(tmp_path, tiny):
     code = "import atexit, torch; from torch import are_deterministic_algorithms_enabled as f\n"
     code += "import train_distributed as t; inner = t.evaluate\n"
-    code += "t.evaluate = lambda run: print('deterministic', f(), flush=True) or inner(run)"
+    code += "t.evaluate = lambda *a: print('deterministic', f(), flush=True) or inner(*a)"
     for option, expected in (("--deterministic", True), ("--no-deterministic", False)):
         options = [*tiny, "--batch-size=203", "--epochs=1", option]
         run = train(tmp_path / option, 1, *options, before=code)
@@ -220,6 +247,59 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     assert (cfg.epochs, cfg.batch_size, cfg.lr, cfg.seed) == (4, 16, 0.001, 42)
     assert (cfg.amp, cfg.compile, cfg.nodes) == ("off", True, None)
     assert not train_distributed.parse_config([*words, "--no-compile"]).compile
+    file.write_text("resume: none\nglobal_batch_size: null\n")
+    cfg = train_distributed.parse_config(words)
+    assert (cfg.resume, cfg.global_batch_size) == ("none", None)
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--dropout=2", "2 is not a number from 0 to 1"),
+        ("--lr=-1", "-1 is not a number from 0 to 1e+30"),
+        ("--lr=nan", "nan is not a number from 0 to 1e+30"),
+        ("--clip-grad-norm=inf", "inf is not a number from 0 to 1e+30"),
+        ("--seed=99999999999999999999", "is not a whole number from 0 to 1e+18"),
+        ("--seed=-1", "is not a whole number from 0 to 1e+18"),
+        ("--hang-timeout=9999999999", "9999999999 is not a whole number from 1 to 1e+09"),
+        ("--batch-size=1.5", "1.5 is not a whole number from 1 to 1e+09"),
+        ("--num-workers=-1", "-1 is not a whole number from 0 to 1e+18"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_the_range(option, expected):
+    with pytest.raises(train_distributed.UserError) as refused:
+        train_distributed.parse_config([option])
+    name = option.split("=")[0]
+    assert str(refused.value).startswith(f"argument {name}: ") and expected in str(refused.value)
+
+
+def test_the_ends_of_a_range_are_allowed():
+    words = ["--dropout=1", "--lr=0", "--num-workers=0", f"--seed={10**18 - 1}"]
+    cfg = train_distributed.parse_config(words)
+    assert (cfg.dropout, cfg.lr, cfg.num_workers, cfg.seed) == (1, 0, 0, 10**18 - 1)
+
+
+def test_options_that_changed_since_the_checkpoint_are_printed(tmp_path, tiny):
+    train(tmp_path / "run", 1, *tiny, "--epochs=1", "--stop-at-step=2")
+    same = train(tmp_path / "run", 1, *tiny, "--epochs=1", "--stop-at-step=3")
+    assert "Changed" not in same.out[0]
+    more = ["--epochs=2", "--lr=0.01", "--stop-at-step=4", "--seed=7"]
+    changed = train(tmp_path / "run", 1, *tiny, *more)
+    lines = changed.out[0].splitlines()
+    assert "Changed since the checkpoint: epochs 1 -> 2, lr 0.05 -> 0.01" in lines
+
+
+def test_a_config_file_for_a_task_with_other_options_is_read(tmp_path, capsys):
+    class Other(train_distributed.Task):
+        def add_options(self, parser):
+            parser.add_argument("--width", type=int, default=8)
+
+    (tmp_path / "c.yaml").write_text("epochs: 3\nwidth: 16\nmodel: resnet18\n")
+    parser = train_distributed.build_parser(Other())
+    cfg = train_distributed.parse_config([f"--config={tmp_path}/c.yaml"], parser)
+    assert (cfg.epochs, cfg.width) == (3, 16) and not hasattr(cfg, "model")
+    warning = f"WARNING: {tmp_path}/c.yaml: your task has no option model: ignored\n"
+    assert capsys.readouterr().err == warning
 
 
 def test_save_dir_is_another_name_for_checkpoint_dir(tmp_path):
@@ -232,7 +312,7 @@ def test_default_config_documents_every_key_and_changes_nothing():
     text = (REPO / "configs/default_config.yaml").read_text()
     keys = yaml.safe_load(text).keys()
     cfg = train_distributed.parse_config(["--config=" + str(REPO / "configs/default_config.yaml")])
-    assert keys == vars(cfg).keys() - {"config"}
+    assert keys == vars(cfg).keys() - {"config", "evaluate"}
     assert vars(cfg) | {"config": None} == vars(train_distributed.parse_config([]))
     for line in text.splitlines():
         assert not line or line.startswith("#") or "  # " in line, f"undocumented: {line}"
@@ -259,7 +339,9 @@ def test_a_finished_run_says_so_and_more_epochs_extend_it(tmp_path, tiny):
     (run.directory / "status.json").write_text('{"state": "running"}')
     again = train(tmp_path / "run", 2, *tiny, "--epochs=1")
     assert again.status()["state"] == "finished"
+    assert "\nNothing to train: step 13 is the end of --epochs 1\n" in again.out[0]
     assert f"Finished at step 13 of 13, saved in {run.directory}\n" in again.out[0]
+    assert again.checkpoints() == {"checkpoint_epoch_1"}
     more = train(tmp_path / "run", 2, *tiny, "--epochs=2")
     assert [record["epoch"] for record in more.records("epoch")] == [1, 2]
 
@@ -300,16 +382,17 @@ WITH_NCCL = """if True:
         dist.init_process_group("nccl", device_id=world.device)
         return world
 
-    def train_epoch(run, inner=trainer.train_epoch):
+    def open_run(task, cfg, world, inner=trainer.open_run):
+        run = inner(task, cfg, world)
         trainer.wrap_ddp(run)
-        return inner(run)
+        return run
 
-    def all_reduce(self, world, more=(), inner=trainer.Metrics.all_reduce):
-        dist.all_reduce(self.sums)
-        return inner(self, world, more)
+    def all_reduce(self, world, flags=(), inner=trainer.ExactSums.all_reduce):
+        dist.all_reduce(self.digits)
+        return inner(self, world, flags)
 
-    trainer.setup_distributed, trainer.train_epoch = setup_distributed, train_epoch
-    trainer.Metrics.all_reduce = all_reduce
+    trainer.setup_distributed, trainer.open_run = setup_distributed, open_run
+    trainer.ExactSums.all_reduce = all_reduce
 """
 
 
@@ -324,3 +407,95 @@ def test_gpu_one_rank_with_ddp_over_nccl_ends_with_the_weights_of_a_plain_proces
     end = "checkpoint_epoch_1"
     assert_same_state(launched.checkpoint(end), plain.checkpoint(end))
     assert launched.records("epoch")[0]["test_loss"] == plain.records("epoch")[0]["test_loss"]
+
+
+def test_a_required_option_may_be_in_the_config_file(tmp_path):
+    class Other(train_distributed.Task):
+        def add_options(self, parser):
+            parser.add_argument("--train-file", required=True, help="the table")
+
+    def parse(*words):
+        return train_distributed.parse_config(list(words), train_distributed.build_parser(Other()))
+
+    (tmp_path / "c.yaml").write_text("train_file: a.csv\n")
+    assert parse(f"--config={tmp_path}/c.yaml").train_file == "a.csv"
+    (tmp_path / "c.yaml").write_text("epochs: 3\n")
+    with pytest.raises(train_distributed.UserError, match="--train-file is required: the table"):
+        parse(f"--config={tmp_path}/c.yaml")
+
+
+def test_the_seed_0_is_not_silently_replaced_by_the_seed_of_the_run(tmp_path, tiny):
+    train(tmp_path / "run", 1, *tiny, "--stop-at-step=2")
+    run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=3", "--seed=0")
+    assert run.err[0] == "WARNING: the seed of this run is 42, not 0\n"
+
+
+COUNTING = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class Counting(torch.optim.SGD):
+        # As in Prodigy: a value that it learns is in the parameter group.
+        def step(self, closure=None, **more):
+            for group in self.param_groups:
+                group["steps"] += 1
+                group["lr"] /= group["steps"]
+            super().step(closure)
+
+    class CountingTask(trainer.Task):
+        def optimizer(self, cfg, model):
+            optimizer = Counting(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
+            optimizer.param_groups[0]["steps"] = 0
+            return optimizer
+
+    task = CountingTask()
+"""
+
+
+def test_what_an_optimizer_learns_in_its_parameter_groups_is_resumed(tmp_path, tiny):
+    options = [*tiny, "--epochs=1"]
+    straight = train(tmp_path / "straight", 1, *options, before=COUNTING)
+    train(tmp_path / "run", 1, *options, "--stop-at-step=9", before=COUNTING)
+    run = train(tmp_path / "run", 1, *options, before=COUNTING)
+    ends = [result.checkpoint("checkpoint_epoch_1") for result in (run, straight)]
+    assert_same_state(*ends)
+    assert ends[0]["optimizer"]["param_groups"][0]["steps"] == 26
+    train(tmp_path / "run", 1, *options, "--epochs=2", "--stop-at-step=28", before=COUNTING)
+    more = ["--epochs=2", "--weight-decay=0.3"]
+    run = train(tmp_path / "run", 1, *options, *more, before=COUNTING)
+    group = run.checkpoint("checkpoint_epoch_2")["optimizer"]["param_groups"][0]
+    assert (group["weight_decay"], group["steps"]) == (0.3, 52)
+
+
+PARTLY_OPTIMIZED = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class Head(trainer.Task):
+        def optimizer(self, cfg, model):
+            model.conv1.requires_grad_({trained})
+            return torch.optim.SGD(list(model.fc2.parameters()), lr=cfg.lr)
+
+    task = Head()
+"""
+
+
+@pytest.mark.parametrize("mode", ["--amp=off", "--reproducible"])
+def test_parameters_that_are_not_optimized_do_not_count_when_gradients_are_clipped(
+    tmp_path, tiny, mode
+):
+    options = [*tiny, "--stop-at-step=6", "--clip-grad-norm=0.1", mode]
+    runs = []
+    for trained in (False, True):
+        before = PARTLY_OPTIMIZED.format(trained=trained)
+        runs.append(train(tmp_path / str(trained), 1, *options, before=before))
+    assert_same_state(*(run.checkpoint("checkpoint_step_6") for run in runs))
+
+
+def test_code_after_main_may_take_longer_than_the_hang_timeout(tmp_path, tiny):
+    words = [*tiny, f"--checkpoint-dir={tmp_path}/run", "--stop-at-step=2", "--hang-timeout=2"]
+    script = f"import time, train_distributed as t; t.main(argv={words!r}); time.sleep(3)"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (0, "")

@@ -97,7 +97,7 @@ def test_links_that_the_doctor_measured_are_used(tmp_path):
     file = tmp_path / "job.out"  # of a launch, with other lines
     findings = json.dumps([{"check": "clocks"}, {"check": "all_reduce", "data": found}], indent=1)
     file.write_text(f"[rank check]\n$ python scripts/doctor.py --json\n{findings}\nnode01: done\n")
-    links = plan.links_of(plan.build_parser().parse_args([f"--links={file}"]))
+    links = plan.links_of(plan.build_parser().parse([f"--links={file}"]))
     assert links.intra_bandwidth == pytest.approx(100e9, rel=0.01)
     assert links.inter_bandwidth == pytest.approx(10e9, rel=0.01)
     assert links.inter_latency == pytest.approx(10e-6, rel=0.2)
@@ -106,12 +106,18 @@ def test_links_that_the_doctor_measured_are_used(tmp_path):
         assert again == pytest.approx(seconds(n, *shape), rel=0.02)
 
 
+def measured(*options: str) -> dict[str, float]:
+    args = plan.build_parser().parse(["--samples=10", *options])
+    task = plan.trainer.Task()
+    plan.describe_data(task, args)
+    return plan.measure_model(task, args)
+
+
 def test_activations_grow_with_the_batch_and_shrink_when_recomputed():
     options = ["--dataset=synthetic", "--model=resnet18", "--image-size=64"]
 
     def bytes_of(*more):
-        args = plan.build_parser().parse_args([*options, *more])
-        return plan.measure_model(args, plan.describe_data(args))["activations"]
+        return measured(*options, *more)["activations"]
 
     whole = bytes_of()
     # By hand: 64 channels of 32 x 32 four bytes wide are 256 KiB, and ReLU, BatchNorm, convolution
@@ -121,9 +127,19 @@ def test_activations_grow_with_the_batch_and_shrink_when_recomputed():
     assert bytes_of("--activation-checkpointing") < 0.6 * whole
 
 
+def test_a_recomputed_layer_of_a_transformer_keeps_only_its_input():
+    options = ["--dataset=synthetic", "--model=vit_b_32"]
+    layer = (1 + 7 * 7) * 768 * 4  # bytes: patches and the class token, 768 channels wide
+    whole = measured(*options)["activations"]
+    recomputed = measured(*options, "--activation-checkpointing")["activations"]
+    image = 3 * 224 * 224 * 4
+    # 12 layers; before and after them: the patches, dropout and the last norm.
+    assert 12 * layer + image < recomputed < 16 * layer + image
+    assert recomputed < whole / 5
+
+
 def test_floating_point_operations_are_counted():
-    args = plan.build_parser().parse_args(["--samples=10"])
-    operations = plan.measure_model(args, plan.describe_data(args))["operations"]
+    operations = measured()["operations"]
     forward = 2 * (26**2 * 32 * 9 + 24**2 * 64 * 32 * 9 + 9216 * 128 + 128 * 10)
     assert operations == pytest.approx(3 * forward, rel=0.05)
 

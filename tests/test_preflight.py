@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from gpus import gpu, nvidia_smi
 from harness import LAUNCH_VARIABLES, REPO, free_port
 
 sys.path.append(str(REPO / "scripts"))
@@ -224,30 +225,47 @@ def test_harmful_variables_are_warnings(check):
 
 
 @pytest.fixture
-def with_gpu(monkeypatch, tmp_path):
-    """with_gpu(pid, ...): preflight.py with a GPU that the process uses while tmp_path/held exists.
+def with_gpus(monkeypatch, tmp_path):
+    """with_gpus(gpus, ...): preflight.py on a node with GPUs; nvidia-smi is a stand-in."""
 
-    The GPU and nvidia-smi are stand-ins.
-    """
-
-    def with_gpu(pid: int, driver="999.1", **env):
-        smi = tmp_path / "nvidia-smi"
-        smi.write_text(
-            "#!/bin/sh\nused=0\n"
-            f"[ ! -e {tmp_path}/held ] || used=17012\n"
-            f'case "$*" in *apps*) echo "GPU-5, {pid}" ;; *gpu=uuid,*) echo "GPU-5, 0, H200, '
-            f'{driver}, 143771, $used, 0, [N/A], [N/A]" ;; *) echo GPU-5 ;; esac\n'
-        )
-        smi.chmod(0o755)
-        (tmp_path / "held").touch()
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        for name, value in env.items():
+    def with_gpus(gpus, env=None, **more):
+        monkeypatch.setenv("PATH", nvidia_smi(tmp_path, gpus, **more))
+        for name, value in (env or {}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(guard, "has_gpu", lambda: True)
         monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py"])
+        guard.list_gpus.cache_clear()
         preflight.main()
 
+    yield with_gpus
+    guard.list_gpus.cache_clear()
+
+
+@pytest.fixture
+def with_gpu(with_gpus):
+    """with_gpu(pid, ...): the same, with a GPU that the process uses."""
+
+    def with_gpu(pid: int, driver="999.1", **env):
+        used = gpu(0, driver_version=driver, **{"memory.used": "17012"})
+        with_gpus([used], env, processes={"GPU-0": pid})
+
     return with_gpu
+
+
+def test_gpus_that_have_failed_are_warnings(with_gpus, monkeypatch, capfd):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    eight = [gpu(index) for index in range(8)]
+    with_gpus(eight)
+    assert capfd.readouterr().err == ""
+    eight[2]["ecc.errors.uncorrected.volatile.total"] = "1"
+    eight[6]["memory.used"] = "[GPU requires reset]"
+    with_gpus(eight)
+    first, second = capfd.readouterr().err.splitlines()
+    assert "GPU 2 has 1 uncorrected memory errors: exclude the node" in first
+    assert "GPU 6 has failed ([GPU requires reset]): exclude the node" in second
+    monkeypatch.setattr(checks, "SMI_SECONDS", 1)
+    with_gpus(8, hangs=True)
+    assert "nvidia-smi does not answer within 1 s: ask the" in capfd.readouterr().err
 
 
 def test_gpus_that_are_in_use_or_not_seen_are_warnings(with_gpu, capfd):
@@ -282,7 +300,7 @@ IN_USE = "17012 of 143771 MiB of GPU 0 are in use by process "
 
 
 def test_a_new_attempt_waits_for_the_gpu_memory_of_the_killed_one(with_gpu, tmp_path, capfd):
-    timer = threading.Timer(1.5, (tmp_path / "held").unlink)
+    timer = threading.Timer(1.5, nvidia_smi, [tmp_path, 1])  # whose memory is free
     timer.start()
     with_gpu(2**22 + 1, ATTEMPT="2")  # a process that is gone
     assert not timer.is_alive()

@@ -1,8 +1,8 @@
 """The patches of docs/recipes: each applies to the trainer, and the patched trainer trains."""
 
 import gzip
+import itertools
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -21,7 +21,6 @@ from harness import (
     run_ranks,
     start_fork_server,
 )
-from torchvision.datasets import MNIST
 
 RECIPES = sorted((REPO / "docs/recipes").glob("*.patch"))
 TRAINER = (REPO / "train_distributed.py").read_text()
@@ -53,28 +52,6 @@ PRINT_SIZES = """if True:
     hook(show)
 """
 
-# PyTorch's kernels for this need a GPU: the same formulas, with a differentiable all_reduce.
-SYNC_BATCHNORM_ON_CPU = """if True:
-    import torch
-    from torch.distributed.nn.functional import all_reduce
-
-    def forward(self, x):
-        mean, var = self.running_mean, self.running_var
-        if self.training:
-            each = [x.sum((0, 2, 3)), (x * x).sum((0, 2, 3)), x.new_tensor(x.numel() / len(mean))]
-            total, squares, count = all_reduce(torch.stack([v.expand_as(mean) for v in each]))
-            mean, var = total / count, squares / count - (total / count) ** 2
-            with torch.no_grad():
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_var.lerp_(var * count / (count - 1), self.momentum)
-        scale = self.weight * (var + self.eps).rsqrt()
-        return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
-
-    torch.nn.SyncBatchNorm.forward = forward
-    DDP = torch.nn.parallel.DistributedDataParallel
-    DDP._passing_sync_batchnorm_handle = lambda *_: None  # it refuses models on a CPU
-"""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server():
@@ -88,20 +65,7 @@ def run_copy(path: str, argv: list[str], log: str, before: str) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     torch.set_num_threads(1)
     exec(before, {})
-    load(Path(path)).main(argv)
-
-
-def check_shifts(path: str) -> None:
-    """shifted() moves a single white pixel by up to 2 pixels each way, and not always alike."""
-    images = torch.zeros(200, 1, 9, 9, dtype=torch.uint8)
-    images[:, 0, 4, 5] = 255
-    moved = load(Path(path)).shifted(images)
-    assert moved.shape == images.shape and moved.dtype == images.dtype
-    places = moved[:, 0].nonzero()
-    assert (moved[:, 0].sum((1, 2)) == 255).all()
-    assert {tuple(place) for place in places[:, 1:].tolist()} == {
-        (row, column) for row in range(2, 7) for column in range(3, 8)
-    }
+    load(Path(path)).main(argv=argv)
 
 
 def patched(directory: Path, *names: str, trainer: str = TRAINER) -> Path:
@@ -109,9 +73,10 @@ def patched(directory: Path, *names: str, trainer: str = TRAINER) -> Path:
     copy = directory / "train_distributed.py"
     copy.write_text(trainer)
     (directory / "data").symlink_to(REPO / "data")
-    command = ["git", "apply", *(REPO / f"docs/recipes/{name}.patch" for name in names)]
-    result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    for name in names:
+        command = ["git", "apply", REPO / f"docs/recipes/{name}.patch"]
+        result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
     return copy
 
 
@@ -156,7 +121,8 @@ def weights(copy: Path, step: int, run: str = "run") -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_small_clean_and_in_the_guide(tmp_path, recipe):
-    assert len(recipe.read_text().splitlines()) < 60
+    limit = 75 if recipe.stem == "fsdp" else 60  # lines
+    assert len(recipe.read_text().splitlines()) < limit
     assert recipe.name in (REPO / "docs/MAKE_IT_YOURS.md").read_text()
     copy = patched(tmp_path, recipe.stem)
     for command in (["check", "--quiet"], ["format", "--check", "--quiet"]):
@@ -165,85 +131,37 @@ def test_a_recipe_is_small_clean_and_in_the_guide(tmp_path, recipe):
         assert result.returncode == 0, result.stdout
 
 
+# Pairs that cannot be used together, and why. All others apply in either order.
+EXCLUSIVE = {
+    ("cuda_graphs", "fsdp"): "CUDA graphs need a single rank, FSDP has nothing to divide on one",
+    ("cuda_graphs", "slow_links"): "CUDA graphs need a single rank, which has no links",
+    ("fsdp", "slow_links"): "slow_links changes what DDP exchanges, and FSDP replaces DDP",
+}
+CORE = ("async_checkpoint", "cuda_graphs", "fsdp", "profiler", "slow_links")
+PAIRS = [pair for pair in itertools.combinations(CORE, 2) if pair not in EXCLUSIVE]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_two_recipes_apply_in_either_order(tmp_path, pair):
+    copies = []
+    for number, names in enumerate([pair, reversed(pair)]):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        copies.append(patched(directory, *names))
+    first, second = copies
+    assert first.read_text() == second.read_text()
+    compile(first.read_text(), str(first), "exec")
+    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", f"--config={REPO}/.ruff.toml", first]
+    result = subprocess.run(ruff, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_applies_at_the_same_place_of_a_trainer_that_has_grown(tmp_path, recipe):
     more, end = "# a comment of yours\n" * 40, TRAINER.index("\nimport argparse")
     (tmp_path / "grown").mkdir()
     grown = patched(tmp_path / "grown", recipe.stem, trainer=TRAINER[:end] + more + TRAINER[end:])
     assert grown.read_text().replace(more, "") == patched(tmp_path, recipe.stem).read_text()
-
-
-def test_own_model(tmp_path):
-    copy = patched(tmp_path, "own_model")
-    records = train(copy, "--model=mlp", "--batch-size=16", "--stop-at-step=2")
-    assert 2 < records[0]["loss"] < 3  # of 10 classes, by chance: ln 10
-    assert {name.split(".")[0] for name in weights(copy, 2)} == {"hidden", "norm", "head"}
-
-
-def test_image_folder_trains_only_the_end_of_a_resnet(tmp_path):
-    digits = MNIST(REPO / "data/mnist_sample", train=False)
-    for part in ("train", "val"):
-        for number in range(24):
-            image, label = digits[number]
-            path = tmp_path / "images" / part / str(label % 2) / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.convert("RGB").save(path)
-    options = ["--dataset=imagefolder", f"--data-dir={tmp_path / 'images'}", "--image-size=32"]
-    options += ["--batch-size=8", "--num-workers=1"]
-    copy = patched(tmp_path, "image_folder")
-    more = ["--model=resnet18", "--checkpoint-every-steps=1", "--epochs=1"]
-    records = train(copy, *options, *more)
-    assert 0.3 < records[0]["loss"] < 3
-    first, second = weights(copy, 1), weights(copy, 2)
-    for name in ("conv1.weight", "layer3.1.conv2.weight"):
-        assert torch.equal(first[name], second[name])
-    for name in ("layer4.0.conv1.weight", "fc.weight"):
-        assert not torch.equal(first[name], second[name])
-    code, output = start(copy, "other", *options, "--model=mobilenet_v2")
-    assert (code, output.count("error:")) == (2, 1) and "fine-tunes ResNets only" in output
-
-
-def test_language_model_learns_text(tmp_path):
-    (tmp_path / "texts").mkdir()
-    for page in (REPO / "docs").glob("*.md"):
-        (tmp_path / "texts" / f"{page.stem}.txt").write_text(page.read_text())
-    copy = patched(tmp_path, "language_model")
-    options = ["--dataset=text", "--batch-size=8", "--optimizer=adamw", "--lr=0.01"]
-    records = train(copy, *options, f"--data-dir={tmp_path / 'texts'}", "--stop-at-step=30")
-    assert 5 < records[0]["loss"] < 6.5  # per byte, of 256, by chance: ln 256 = 5.5
-    assert records[0]["accuracy"] < 0.2
-    assert records[-1]["loss"] < 4.2  # the pages change; an untrained model stays above 5
-    code, output = start(copy, "other", *options, f"--data-dir={tmp_path}")
-    assert code == 2 and f"--data-dir {tmp_path} has less than" in output
-
-
-def test_learning_rate_schedules(tmp_path, tiny):
-    copy = patched(tmp_path, "learning_rate")
-    options = [*tiny, "--epochs=1", "--batch-size=51", "--lr=0.1", "--warmup-epochs=0.5"]
-    records = train(copy, *options, "--lr-base-batch-size=102", "--lr-schedule=constant")
-    assert [r["lr"] for r in records] == pytest.approx([0.05 / 3, 0.1 / 3, 0.05, 0.05])
-    records = train(copy, *options, "--min-lr=0.04", run="cosine")
-    middle = 0.04 + 0.06 * (1 + math.cos(math.pi / 2)) / 2
-    assert [r["lr"] for r in records] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, middle])
-
-
-def test_augmentation_is_drawn_from_the_seed_of_the_micro_batch(tmp_path):
-    copy = patched(tmp_path, "augmentation")
-    check = context.Process(target=check_shifts, args=(str(copy),))
-    check.start()
-    check.join(100)
-    assert check.exitcode == 0
-    options = ["--batch-size=8", "--global-batch-size=16"]
-    whole = train(copy, *options, "--stop-at-step=4")
-    train(copy, *options, "--stop-at-step=2", run="parts")
-    resumed = train(copy, *options, "--stop-at-step=4", run="parts")
-    assert [r["loss"] for r in resumed] == [r["loss"] for r in whole]
-    other = tmp_path / "unpatched"
-    other.mkdir()
-    (other / "data").symlink_to(REPO / "data")
-    (other / "train_distributed.py").write_text(TRAINER)
-    plain = train(other / "train_distributed.py", *options, "--stop-at-step=4")
-    assert plain[0]["loss"] != whole[0]["loss"]
 
 
 def test_async_checkpoint_writes_the_state_of_its_step_while_training_goes_on(tmp_path):
@@ -283,94 +201,6 @@ def test_cuda_graphs_trains_and_refuses_what_it_cannot(tmp_path):
     assert code == 2 and "CUDA graphs need a single rank" in output
 
 
-def test_ema_averages_the_weights_and_resumes_exactly(tmp_path, tiny):
-    with_norm = TRAINER.replace(
-        "nn.ReLU(), nn.Dropout(dropout))", "nn.ReLU(), nn.BatchNorm1d(128))"
-    )
-    copy = patched(tmp_path, "ema", trainer=with_norm)
-    options = [*tiny, "--batch-size=51", "--global-batch-size=102", "--epochs=2", "--keep=9"]
-    options += ["--ema-decay=0.2", "--checkpoint-every-steps=1"]
-    whole = train_ranks(copy, 2, *options, run="whole")
-    names = "checkpoint_step_1", "checkpoint_epoch_1", "checkpoint_step_3", "checkpoint_epoch_2"
-    average = None
-    for step, state in enumerate(map(whole.checkpoint, names), 1):
-        assert state["ema"].keys() == state["model"].keys()
-        decay = min(0.2, (1 + step) / (10 + step))
-        for name, value in state["model"].items() if average else ():
-            if value.is_floating_point():
-                expected = average[name] * decay + value * (1 - decay)
-                torch.testing.assert_close(state["ema"][name], expected)
-        average = state["ema"]
-    file = f"--resume={tmp_path / 'whole/checkpoint_epoch_1.pt'}"
-    resumed = train_ranks(copy, 2, *options, file, run="resumed")  # evaluates what rank 0 had saved
-    assert_same_state(resumed.newest(), whole.newest())
-    for name, value in average.items():
-        assert torch.equal(resumed.newest()["ema"][name], value), name
-    for ours, theirs in zip(whole.records("epoch"), resumed.records("epoch"), strict=True):
-        assert ours["ema_loss"] == pytest.approx(theirs["ema_loss"], abs=1e-6)
-        assert ours["ema_accuracy"] == theirs["ema_accuracy"]
-        assert ours["ema_loss"] != pytest.approx(ours["test_loss"], abs=1e-4)
-
-    old = tmp_path / "old.pt"  # of the trainer without the recipe
-    torch.save({key: value for key, value in state.items() if key != "ema"}, old)
-    more = train_ranks(
-        copy, 1, *options, f"--resume={old}", "--epochs=3", "--stop-at-step=5", run="more"
-    )
-    new, weight = more.newest(), "10.weight"
-    expected = state["model"][weight] * 0.2 + new["model"][weight] * 0.8
-    torch.testing.assert_close(new["ema"][weight], expected)
-
-
-def test_weight_decay_spares_norms_and_biases(tmp_path, tiny):
-    (tmp_path / "plain").mkdir()
-    plain = patched(tmp_path / "plain", "own_model")
-    copy = patched(tmp_path, "own_model", "weight_decay")
-    options = [*tiny, "--model=mlp", "--lr=1", "--checkpoint-every-steps=1", "--stop-at-step=2"]
-    train(plain, *options, "--weight-decay=0", run="without")
-    train(plain, *options, "--weight-decay=0.3", run="with")
-    train(copy, *options, "--weight-decay=0.3")
-    for name, value in weights(copy, 1).items():
-        same = weights(plain, 1, "without" if value.ndim < 2 else "with")[name]
-        other = weights(plain, 1, "with" if value.ndim < 2 else "without")[name]
-        assert torch.equal(value, same), name
-        assert torch.equal(value, other) == (name == "norm.bias"), name  # it starts at 0
-    file = f"--resume={tmp_path / 'run/checkpoint_step_1.pt'}"
-    train(copy, *options, "--weight-decay=0.3", file, run="resumed")
-    resumed, whole = (
-        torch.load(tmp_path / run / "checkpoint_step_2.pt", weights_only=True)
-        for run in ("resumed", "run")
-    )
-    assert_same_state(resumed, whole)
-    file = f"--resume={tmp_path / 'plain/with/checkpoint_step_1.pt'}"
-    code, output = start(copy, "refused", *options, file)
-    assert code == 2 and "Traceback" not in output and "choose another" in output
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch < 2.9")
-def test_muon_orthogonalizes_in_bf16_and_resumes_exactly(tmp_path):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/guide.txt").write_text((REPO / "docs/TROUBLESHOOTING.md").read_text())
-    copy = patched(tmp_path, "language_model", "muon")
-    options = [f"--data-dir={tmp_path / 'texts'}", "--dataset=text", "--batch-size=8"]
-    options += ["--optimizer=muon", "--lr=0.02", "--stop-at-step=12", "--checkpoint-every-steps=11"]
-    records = train(copy, *options)
-    assert records[-1]["loss"] < 4.5
-    before, after = weights(copy, 11), weights(copy, 12)
-    for name, value in after.items():
-        change = torch.linalg.svdvals(value - before[name]) if value.ndim == 2 else None
-        if change is not None:  # Muon's changes have singular values of about the same size
-            assert (change[0] < 2.5 * change.median()) == name.startswith("blocks."), name
-    file = f"--resume={tmp_path / 'run/checkpoint_step_11.pt'}"
-    train(copy, *options, file, run="resumed")
-    resumed, whole = (
-        torch.load(tmp_path / run / "checkpoint_step_12.pt", weights_only=True)
-        for run in ("resumed", "run")
-    )
-    assert_same_state(resumed, whole)
-    code, output = start(copy, "other", "--optimizer=muon", "--model=resnet18", "--image-size=32")
-    assert code == 2 and "--optimizer muon needs" in output
-
-
 @pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch < 2.9")
 def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     copy = patched(tmp_path, "fsdp")
@@ -397,8 +227,22 @@ def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     for name, value in plain.newest()["model"].items():
         for other in (sharded, alone, back):
             torch.testing.assert_close(other.newest()["model"][name], value, rtol=0, atol=1e-6)
-    refused = launch_copy(copy, 2, *options, "--global-batch-size=51", run="uneven")
-    assert refused.codes[0] == 2 and "equal shares of a step" in refused.err[0]
+    refused = launch_copy(copy, 2, *options, "--reproducible", run="refused")
+    assert refused.codes[0] == 2 and "no --reproducible" in refused.err[0]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch < 2.9")
+def test_fsdp_trains_when_ranks_have_different_numbers_of_micro_batches(tmp_path, tiny):
+    copy = patched(tmp_path, "fsdp")
+    # Three micro-batches on two ranks, and two in the last step of an epoch.
+    options = [*tiny, "--batch-size=20", "--global-batch-size=60", "--epochs=2"]
+    sharded = train_ranks(copy, 2, *options, run="sharded")
+    plain = launch(tmp_path / "plain", 2, *options)
+    for kind in ("train", "epoch"):
+        for ours, theirs in zip(sharded.records(kind), plain.records(kind), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    for name, value in plain.newest()["model"].items():
+        torch.testing.assert_close(sharded.newest()["model"][name], value, rtol=0, atol=1e-6)
 
 
 def test_fsdp_on_one_rank_goes_on_like_the_trainer_without_the_recipe(tmp_path, tiny):
@@ -406,36 +250,6 @@ def test_fsdp_on_one_rank_goes_on_like_the_trainer_without_the_recipe(tmp_path, 
     whole = launch(tmp_path / "whole", 1, *options)  # AdamW is fused: it depends on the layout
     file = f"--resume={tmp_path / 'whole/checkpoint_epoch_1.pt'}"
     assert_same_state(train_ranks(copy, 1, *options, file).newest(), whole.newest())
-
-
-def test_sync_batchnorm_computes_the_statistics_of_all_ranks(tmp_path):
-    copy = patched(tmp_path, "sync_batchnorm")
-    options = ["--dataset=synthetic", "--image-size=32", "--model=resnet18", "--stop-at-step=2"]
-    whole = train(copy, *options, "--batch-size=8", run="whole")
-    both = [*options, "--batch-size=4", "--global-batch-size=8"]
-    for run, more in (("run", []), ("recomputed", ["--activation-checkpointing"])):
-        result = train_ranks(copy, 2, *both, *more, run=run, before=SYNC_BATCHNORM_ON_CPU)
-        records = result.records("train")
-        assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in whole], rel=1e-3)
-        for name, value in weights(copy, 2, "whole").items():  # also the running statistics
-            if value.is_floating_point():
-                torch.testing.assert_close(weights(copy, 2, run)[name], value, rtol=0.01, atol=0.01)
-    copy.write_text(TRAINER)
-    plain = train_ranks(copy, 2, *both, run="plain").records("train")
-    assert plain[1]["loss"] != pytest.approx(whole[1]["loss"], rel=1e-3)
-
-
-def test_sync_batchnorm_refuses_what_it_cannot_do(tmp_path):
-    copy = patched(tmp_path, "sync_batchnorm")
-    options = ["--dataset=synthetic", "--image-size=32", "--model=resnet18", "--batch-size=4"]
-    for more, message in (
-        (["--reproducible"], "--reproducible does not work"),
-        (["--global-batch-size=12"], "the same number of micro-batches on each rank"),
-        ([], "SyncBatchNorm cannot train on this device"),  # gloo and a CPU
-    ):
-        result = launch_copy(copy, 2, *options, *more, run="refused")
-        assert result.codes[0] == 2, result.err
-        assert message in result.err[0] and "Traceback" not in result.err[0]
 
 
 def test_profiler_writes_a_trace_of_six_steps_on_each_rank_and_changes_nothing(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import zipfile
 
 import pytest
-from harness import REPO, copy_repository, train
+from harness import REPO, copy_repository, load, train
 
 SHELL_SCRIPTS = sorted(
     path
@@ -37,7 +37,7 @@ def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
     assert (tmp_path / "checkpoint_epoch_1.pt").exists() and (tmp_path / "metrics.jsonl").exists()
     assert "Next:\n" in first.stdout
     again = run(quickstart, "--epochs=1", **env)
-    assert again.returncode == 0 and "Nothing to do: " in again.stdout
+    assert again.returncode == 0 and "Nothing to train: " in again.stdout
     assert "Installing" not in again.stdout
     typo = run(quickstart, "--epoch=1", **env)
     assert typo.returncode == 2
@@ -100,7 +100,7 @@ def test_plots_compare_runs(tmp_path, tiny):
     assert (result.returncode, result.stdout) == (0, f"Wrote {tmp_path}/both.png\n"), result.stderr
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     result = run(*plot, runs[0], tmp_path / "absent")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr == (
         f"plot_metrics.py: error: {tmp_path}/absent is not a run directory "
         "(No such file or directory)\n"
@@ -111,10 +111,90 @@ def test_a_run_with_one_record_is_visible(tmp_path):
     from matplotlib import image
 
     record = {"kind": "train", "step": 20, "loss": 1.5, "accuracy": 0.5}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    foreign = 'null\n{"kind": "train", "loss": 1}\n{"step": "3"}\n\0\n'  # of another program
+    (tmp_path / "metrics.jsonl").write_text(foreign + json.dumps(record))
     assert run(sys.executable, REPO / "scripts/plot_metrics.py", tmp_path).returncode == 0
     pixels = image.imread(tmp_path / "metrics.png")[150:350, 900:1130, :3]  # no legend, no axis
     assert (pixels.max(2) - pixels.min(2)).max() > 0.2, "the point is not drawn"
+
+
+@pytest.fixture
+def drawn_panels(monkeypatch):
+    """A function that draws runs and returns {title: (labels, scale of the y axis)}."""
+    from matplotlib.figure import Figure
+
+    script = load(REPO / "scripts/plot_metrics.py")
+    panels = {}
+
+    def savefig(figure, *_arguments, **_options) -> None:
+        for axes in figure.axes:
+            labels = [line.get_label() for line in axes.lines]
+            panels[axes.get_title()] = (labels, axes.get_yscale())
+
+    def draw(*directories) -> dict:
+        panels.clear()
+        runs = [script.Run(directory) for directory in directories]
+        script.draw(runs, directories[0] / "metrics.png")
+        return panels
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return draw
+
+
+def write_run(directory, train: list[dict], epochs: list[dict]):
+    """metrics.jsonl with these metrics, and what the trainer adds to them."""
+    directory.mkdir()
+    with (directory / "metrics.jsonl").open("w") as file:
+        for step, values in enumerate(train):
+            more = {"lr": 0.1, "lr_1": 0.2, "samples_per_second": 9.0}
+            record = {"kind": "train", "step": step, "time": 1.0, **values, **more}
+            print(json.dumps(record), file=file)
+        for epoch, values in enumerate(epochs):
+            record = {"kind": "epoch", "step": epoch, "time": 1.0, "epoch": epoch, **values}
+            print(json.dumps(record), file=file)
+    return directory
+
+
+def test_each_metric_of_a_run_has_a_panel_with_the_loss_first(tmp_path, drawn_panels):
+    train_records = [{"iou": 0.1, "loss": 2.0}, {"iou": 0.2, "loss": 1.0}]
+    epochs = [{"iou": 0.15, "loss": 1.5, "test_iou": 0.1, "test_loss": 3.0, "test_top5": 0.5}]
+    run = write_run(tmp_path / "run", train_records, epochs)
+    assert drawn_panels(run) == {
+        "Loss": (["training", "test, last 3"], "log"),
+        "Iou": (["training", "test, last 0.1"], "linear"),
+        "Top5": (["test, last 0.5"], "linear"),
+    }
+    assert list(drawn_panels(run))[0] == "Loss"
+
+
+def test_a_loss_below_zero_is_not_drawn_on_a_logarithmic_scale(tmp_path, drawn_panels):
+    run = write_run(tmp_path / "run", [{"loss": 1.0}, {"loss": -0.5}], [])
+    assert drawn_panels(run) == {"Loss": (["training"], "linear")}
+
+
+def test_runs_with_different_metrics_share_the_panels_they_both_have(tmp_path, drawn_panels):
+    one = write_run(tmp_path / "one", [{"loss": 1.0, "top_accuracy": 0.5}], [])
+    two = write_run(tmp_path / "two", [{"mse": 1.0, "loss": 1.0}], [{"test_mse": 2.0}])
+    assert drawn_panels(one, two) == {
+        "Loss": (["one training", "two training"], "log"),
+        "Top accuracy": (["one training"], "linear"),
+        "Mse": (["two training", "two test, last 2"], "linear"),
+    }
+
+
+def test_user_errors_of_the_plot_are_one_sentence(tmp_path):
+    script = REPO / "scripts/plot_metrics.py"
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "tr')
+    good = write_run(tmp_path / "run", [{"loss": 1.0}], [])
+    for words, message in (
+        ([tmp_path], f"{tmp_path}/metrics.jsonl has no records yet"),
+        ([good, "-o", tmp_path / "absent/plot.png"], "cannot write"),
+        ([good, "-o", tmp_path / "plot.doc"], "cannot write"),
+        ([good, "--absent"], "unrecognized arguments: --absent"),
+    ):
+        result = run(sys.executable, script, *words)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+        assert result.stderr.startswith(f"plot_metrics.py: error: {message}")
 
 
 def test_an_unknown_version_is_a_user_error(tmp_path):
@@ -124,7 +204,7 @@ def test_an_unknown_version_is_a_user_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# These functions run before a script has found the repository, so they cannot be sourced.
+# A job script can source nothing before find_repository has run; exec_command is only two lines.
 @pytest.mark.parametrize(("function", "copies"), [("find_repository", 3), ("exec_command", 2)])
 def test_slurm_scripts_hold_the_same_copy_of_a_function(function, copies):
     scripts = ["run_distributed.slurm", "slurm_train_multinode.sh", "slurm_train_single_node.sh"]

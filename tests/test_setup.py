@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import BF16_PRODUCT, REPO, TORCHRUN, bf16_settings, train
 
-from train_distributed import launch_environment, parse_config, setup_distributed
+from train_distributed import UserError, launch_environment, parse_config, setup_distributed
 
 # As printed by `env` under Slurm 22.05 with two nodes.
 BATCH_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_NODEID": "0"}
@@ -24,6 +24,7 @@ STEP = {
 }
 ONE_TASK = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 TORCHRUN_RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,41 @@ TORCHRUN_RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD
 )
 def test_ranks_come_from_torchrun_else_from_an_srun_step(env, expected):
     assert launch_environment(dict(env)) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"RANK": "1"}, "RANK 1, LOCAL_RANK 0, WORLD_SIZE 1 and LOCAL_WORLD_SIZE 1 contradict"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE -1 and LOCAL_WORLD_SIZE 1 contradict each other: start"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE 0 and LOCAL_WORLD_SIZE 1 contradict each other: start"),
+        (TORCHRUN_RANK | {"RANK": "8"}, "RANK 8, LOCAL_RANK 1, WORLD_SIZE 8 and "),
+        (TORCHRUN_RANK | {"LOCAL_WORLD_SIZE": "0"}, "WORLD_SIZE 8 and LOCAL_WORLD_SIZE 0 contra"),
+        (TORCHRUN_RANK | {"LOCAL_WORLD_SIZE": "9"}, "WORLD_SIZE 8 and LOCAL_WORLD_SIZE 9 contra"),
+        (TORCHRUN_RANK | {"LOCAL_RANK": "-1"}, "LOCAL_RANK -1, WORLD_SIZE 8 and "),
+        ({"RANK": "one"}, "RANK is one, which is not a number: start with torchrun, or unset it"),
+        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE is 2.0, which is not a number: start with torchrun"),
+    ],
+)
+def test_launch_variables_that_contradict_each_other_are_refused(env, expected):
+    with pytest.raises(UserError) as refused:
+        launch_environment(dict(env))
+    assert expected in str(refused.value)
+
+
+def test_empty_launch_variables_count_as_not_set():
+    assert launch_environment(dict.fromkeys(TORCHRUN_RANK, "")) == (0, 0, 1, 1)
+
+
+def test_ranks_without_a_master_are_refused(monkeypatch):
+    for name, value in {**TORCHRUN_RANK, "RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": ""}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as refused:
+        setup_distributed(parse_config([]))
+    assert str(refused.value) == (
+        "MASTER_ADDR or MASTER_PORT is not set, but there are 8 ranks: "
+        "start with torchrun, or put scripts/guard.py before the script"
+    )
 
 
 ACCELERATOR = getattr(torch, "accelerator", torch.cuda)
@@ -62,7 +98,7 @@ def four_gpus(monkeypatch) -> list:
         "torch.distributed.init_process_group",
         lambda backend, timeout, device_id: calls.append((backend, device_id)),
     )
-    for name, value in TORCHRUN_RANK.items():
+    for name, value in (TORCHRUN_RANK | MASTER).items():
         monkeypatch.setenv(name, value)
     return calls
 

@@ -17,6 +17,7 @@ from harness import (
     REPO,
     SLOW_TO_SAVE,
     load,
+    processes_with,
     wait_for_step,
     wait_until,
     write_program,
@@ -81,6 +82,32 @@ def test_crashes_without_progress_are_retried_twice(tmp_path, supervise):
     assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 3
     assert "error: killed: exit code 1 and no error report" in text
     assert "Giving up: 3 crashes without progress. After fixing it, resume with: " in text
+
+
+ABORT_IN_A_THREAD = (
+    "import ctypes, threading\nthreading.Thread(target=ctypes.CDLL(None).abort).start()"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "reason"),
+    [
+        (ABORT_IN_A_THREAD, "exception", "aborted (SIGABRT), as by NCCL's watchdog: see the"),
+        ("import os\nos.kill(os.getpid(), 9)", "killed", "out of memory? (see dmesg)"),
+        ("raise SystemExit(1)", "killed", "exit code 1 and no error report: see the errors above"),
+    ],
+)
+@pytest.mark.parametrize("by", ["python", "bash"])
+def test_only_a_process_that_was_killed_may_be_out_of_memory(
+    tmp_path, supervise, by, code, cause, reason
+):
+    command = [sys.executable, "-c", code]
+    if by == "bash":
+        command = ["bash", "-c", '"$@"; exit', "bash", *command]
+    _, text = supervise(*command, MAX_RESTARTS="0")
+    (attempt,) = attempts(tmp_path / "logs")
+    assert attempt["cause"] == cause and reason in attempt["reason"]
+    assert ("out of memory" in text) == ("out of memory" in reason)
 
 
 def test_there_are_no_more_restarts_than_max_restarts(tmp_path, supervise):
@@ -212,15 +239,16 @@ def test_a_training_that_stopped_because_its_launcher_was_killed_is_resumed(
     assert code == 0 and causes(run) == ["killed", "stopped"], text
 
 
-def test_a_second_supervisor_leaves_the_attempt_log_of_the_first_alone(
-    tmp_path, tiny, start, supervise
+@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "7"}], ids=["no job", "in one job"])
+def test_a_second_supervisor_leaves_the_run_of_the_first_alone(
+    tmp_path, tiny, start, supervise, job
 ):
     run = tmp_path / "run"
     command = [*TRAIN, *tiny, f"--checkpoint-dir={run}", FOREVER]
-    first = start(*command)
+    first = start(*command, **job)
     wait_until((run / "attempts.jsonl").exists, "no attempt log")
     before = (run / "attempts.jsonl").read_text()
-    code, text = supervise(*command)
+    code, text = supervise(*command, **job)
     assert code == 2 and "is in use by" in text and "a restart would not help" in text
     assert (run / "attempts.jsonl").read_text() == before
     first.send_signal(signal.SIGTERM)
@@ -228,10 +256,118 @@ def test_a_second_supervisor_leaves_the_attempt_log_of_the_first_alone(
     assert first.returncode == 0 and causes(run) == ["stopped"]
 
 
+MALFORMED = """
+import json, os, pathlib, sys
+run = pathlib.Path(sys.argv[1])
+status = {"state": "running", "run_dir": str(run), "start_step": 0, "global_step": 5}
+status |= json.loads(sys.argv[2])
+pathlib.Path(os.environ["STATUS_FILE"]).write_text(json.dumps(status))
+(run / "metrics.jsonl").write_text('{"step": 3, "time": "10:30"}\\nnull\\n')
+(run / "attempts.jsonl").write_text('{"attempt": 7}\\n[]\\n{"attempt": "a", "cause": "hang"}\\n')
+import time
+time.sleep(1)
+if os.environ["ATTEMPT"] == "1":
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {},
+        {"global_step": None, "saved_step": "5", "time": []},
+        {"run_dir": 5},
+        {"run_dir": "a\0b"},
+        {"state": ["running"]},
+    ],
+    ids=json.dumps,
+)
+def test_records_that_are_malformed_or_of_another_program_end_nothing(tmp_path, supervise, status):
+    run = tmp_path / "run"
+    run.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(MALFORMED)
+    command = [sys.executable, script, run, json.dumps(status)]
+    code, text = supervise(*command)
+    assert code == 0 and text.count("Restart 1 of 10") == 1 and "Traceback" not in text, text
+
+
+def test_ranks_whose_torchrun_was_killed_end_before_the_restart(tmp_path, tiny, start):
+    run = tmp_path / "run"
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [REPO / "train_distributed.py", *tiny, f"--checkpoint-dir={run}", FOREVER]
+    process = start(sys.executable, *words, *script, MARK=str(tmp_path), OMP_NUM_THREADS="1")
+    wait_for_step(run, 3)
+    marked = processes_with("MARK", tmp_path)
+    (torchrun,) = [pid for pid, line in marked.items() if "distributed.run" in line and
+                   "supervise.py" not in line]  # fmt: skip
+    ranks = [pid for pid, line in marked.items() if "distributed.run" not in line]
+    os.kill(torchrun, signal.SIGKILL)
+    wait_until(lambda: len(attempts(run)) == 2, "no second attempt")
+    assert len(ranks) == 2 and not set(ranks) & set(processes_with("MARK", tmp_path))
+    process.send_signal(signal.SIGTERM)
+    text, _ = process.communicate(timeout=60)
+    first, second = attempts(run)
+    assert second["start_step"] == first["saved_step"], text
+    assert not processes_with("MARK", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("MAX_RESTARTS", "MAX_DURATION", "STOP_SECONDS", "STOPPED_EXIT_CODE"),
+        *("SLURM_JOB_END_TIME", "SLURM_RESTART_COUNT"),
+    ],
+)
+@pytest.mark.parametrize("value", ["junk", "nan", "-1"])
+def test_a_variable_that_is_not_a_number_is_named(tmp_path, supervise, name, value):
+    code, text = supervise("true", **{name: value})
+    assert code == 2 and not list(tmp_path.iterdir())
+    expected = f"{name} is '{value}', not a number from 0 on: correct or unset it"
+    assert text == f"supervise.py: error: {expected}\n"
+
+
 def test_a_command_that_does_not_exist_touches_nothing(tmp_path, supervise):
     code, text = supervise("no-such-command")
     assert text == "supervise.py: error: cannot start no-such-command: there is no such program\n"
     assert code == 2 and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------ decisions
+
+
+@pytest.mark.parametrize(
+    ("decision", "if_refused", "facts"),
+    [
+        ("FINISH", "FINISH", {"cause": "finished"}),
+        ("FINISH", "FINISH", {"cause": "ended"}),
+        ("STOP", "STOP", {"cause": "stopped", "reason": ""}),  # --stop-at-step
+        ("STOP", "STOP", {"cause": "stopped", "reason": "SIGINT"}),
+        ("REQUEUE", "STOP", {"cause": "stopped", "reason": "time limit"}),
+        ("REQUEUE", "STOP", {"cause": "stopped", "reason": "SIGCONT, SIGTERM"}),
+        ("RESTART", "RESTART", {"cause": "exception"}),
+        ("RESTART", "RESTART", {"cause": "node lost", "lost_nodes": True, "crashes": 2}),
+        ("NO_PROGRESS", "NO_PROGRESS", {"cause": "hang", "crashes": 3}),
+        ("NO_PROGRESS", "NO_PROGRESS", {"cause": "hang", "crashes": 3, "restarts": 5}),
+        ("TOO_MANY_RESTARTS", "TOO_MANY_RESTARTS", {"cause": "disk", "restarts": 5}),
+        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "NaN", "signals": ["SIGTERM"]}),
+        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "configuration"}),
+        ("REQUEUE", "WOULD_REPEAT", {"cause": "configuration", "lost_nodes": True}),
+        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "replaced", "lost_nodes": True}),
+        ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "killed", "signals": ["SIGINT"]}),
+        ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "hang", "signals": ["SIGTERM", "SIGINT"]}),
+        ("REQUEUE", "STOP_REQUESTED", {"cause": "exception", "signals": ["SIGUSR1"]}),
+        ("REQUEUE", "STOP_REQUESTED", {"cause": "killed", "killed": True}),  # at the time limit
+        ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "killed", "killed": True, "crashes": 3}),
+    ],
+)
+def test_the_decision_after_each_kind_of_end(decision, if_refused, facts):
+    module = load(SUPERVISE)
+    first = {"reason": "", "signals": [], "killed": False, "lost_nodes": False}
+    first |= {"crashes": 1, "restarts": 0, "max_restarts": 5}
+    facts = module.Facts(**first | facts)
+    assert module.decide(facts).name == decision
+    assert module.decide(facts, can_requeue=False).name == if_refused
 
 
 # ------------------------------------------------------------------------ reports of the training

@@ -19,10 +19,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 PYTORCH = {"3.10": "2.4", "3.11": "2.6", "3.12": "2.8", "3.13": "2.10", "3.14": ""}  # "": newest
 DEFAULT = "3.10", "3.14"  # the oldest and the newest
-TEST_PACKAGES = "pytest", "tensorboard"
-RECIPES = "own_model image_folder language_model learning_rate augmentation cuda_graphs"
-RECIPES += " async_checkpoint_that async_checkpoint_writes ema weight_decay muon fsdp profiler"
-RECIPES += " slow_links"
+TEST_PACKAGES = "pytest", "tensorboard", "datasets"
+RECIPES = "async_checkpoint_that async_checkpoint_writes cuda_graphs fsdp profiler slow_links"
 FEATURES = {  # feature: tests, by the beginnings of their names
     "training on 1, 2, 3 and 4 ranks": """test_setup.py::test_plain_python
         test_world_sizes.py::test_losses_agree test_world_sizes.py::test_accumulated_gradients""",
@@ -41,6 +39,7 @@ FEATURES = {  # feature: tests, by the beginnings of their names
         faults/test_hang.py::test_a_crash_ends""",
     "stop signals, run lock": """faults/test_stop.py::test_a_signal_to_any_rank
         faults/test_lock.py::test_a_process_that""",
+    "examples": "test_examples.py::",
     "recipes": " ".join(f"test_recipes.py::test_{name}" for name in RECIPES.split()),
     "`guard.py`": """test_guard.py::test_a_hang test_guard.py::test_a_rank_that_works_alone
         test_guard.py::test_an_unmodified_script_runs_under_torchrun[ddp]

@@ -148,6 +148,8 @@ def test_a_save_that_takes_too_long_ends_with_the_job(start_job, cluster, repo, 
     finally:
         for host in ("node01", "node02"):
             assert cluster.on(host, "umount", "/usr/bin/setpriv")[0] == 0
+    if number == signal.SIGTERM:  # the stop began
+        assert "supervise.py: to resume: qsub -v " in output.read_text()
     assert not list(tmp_path.glob("saved*"))
 
 

@@ -380,7 +380,7 @@ def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
         assert [record["local_rank"] for record in records] == [0, 1] * 2
         share = 1 if cpus else os.cpu_count() // 2
         for first, second in (records[:2], records[2:]):
-            # srun binds each task to its cores; guard.py divides them among torchrun's workers.
+            # srun binds no task; guard.py divides the cores among the ranks.
             assert len(first["cores"]) == len(second["cores"]) == share, text
             assert not set(first["cores"]) & set(second["cores"]), text
     if not cpus:  # one task that asks for two cores

@@ -32,6 +32,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 on="$here/on.sh"
 export CLUSTER
 
+# A copy in each script: sourcing a file would take as many lines.
 fail() {
   echo "up.sh: error: $*" >&2
   exit 2

@@ -60,8 +60,7 @@ def test_a_mutation_is_named_and_the_checkpoint_before_is_used_or_nothing_has_ch
     directory = shutil.copytree(run.directory, tmp_path / "run")
     newest = directory / "checkpoint_epoch_3.pt"
     mutate(newest, draw)
-    cfg = train_distributed.parse_config([f"--checkpoint-dir={directory}"])
-    path = train_distributed.find_checkpoint(cfg, train_distributed.RunDirectory(directory))
+    path = train_distributed.find_checkpoint(train_distributed.RunDirectory(directory), "auto")
     state = train_distributed.load_checkpoint(path)
     warning = capsys.readouterr().err
     print(f"seed {seed}, {mutate.__name__}: {path.name}, {warning}")

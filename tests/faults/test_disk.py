@@ -44,12 +44,12 @@ def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(tiny, sma
     import os
     import train_distributed
 
-    def sync(run, metrics, inner=train_distributed.sync):
-        if run.global_step == 11 and run.world.rank == 0:
+    def train_step(run, *arguments, inner=train_distributed.train_step):
+        inner(run, *arguments)
+        if run.state.step == 10 and run.world.rank == 0:
             os.unlink({str(filler)!r})
-        return inner(run, metrics)
 
-    train_distributed.sync = sync
+    train_distributed.train_step = train_step
     """
     run = train(run_directory, 2, *options, before=free)
     warnings = [line for line in run.err[0].splitlines() if "No space left on device" in line]
@@ -92,19 +92,19 @@ def test_metrics_of_a_full_disk_are_written_later(tmp_path, tiny, small_disk):
     import errno, os
     import train_distributed
 
-    def write_record(run, kind, inner=train_distributed.write_record, **values):
-        if run.global_step == 1:  # no page of the file yet that has room for a line
+    def write(self, kind, step, values, inner=train_distributed.MetricsWriter.record):
+        if step == 1:  # no page of the file yet that has room for a line
             with open({str(filler)!r}, "wb", buffering=0) as file:
                 try:
                     while file.write(bytes(4096)):
                         pass
                 except OSError as error:
                     assert error.errno == errno.ENOSPC
-        if run.global_step == 24:
+        if step == 24:
             os.unlink({str(filler)!r})
-        inner(run, kind, **values)
+        inner(self, kind, step, values)
 
-    train_distributed.write_record = write_record
+    train_distributed.MetricsWriter.record = write
     """
     run = train(small_disk.path / "run", 1, *options, before=full)
     assert "cannot write metrics yet: [Errno 28] No space left on device" in run.err[0]
@@ -124,16 +124,16 @@ def test_training_goes_on_while_its_directory_is_read_only(tiny, small_disk, str
     import subprocess
     import train_distributed
 
-    def sync(run, metrics, inner=train_distributed.sync):
-        if run.global_step == 5 and run.world.rank == 0:
+    def train_step(run, *arguments, inner=train_distributed.train_step):
+        inner(run, *arguments)
+        if run.state.step == 4 and run.world.rank == 0:
             subprocess.run(["mount", "--bind", *2 * [{str(run_directory)!r}]], check=True)
             remount = ["mount", "-o", "remount,bind,ro", {str(run_directory)!r}]
             subprocess.run(remount, check=True)
-        if run.global_step == 11 and run.world.rank == 0:
+        if run.state.step == 10 and run.world.rank == 0:
             subprocess.run(["umount", {str(run_directory)!r}], check=True)
-        return inner(run, metrics)
 
-    train_distributed.sync = sync
+    train_distributed.train_step = train_step
     """
     try:
         run = train(run_directory, 2, *options, before=mount)

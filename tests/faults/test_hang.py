@@ -29,19 +29,19 @@ def test_ranks_that_wait_for_a_stopped_rank_print_their_stacks_and_exit(tmp_path
     for other in {0, 1, 2} - {rank}:
         assert run.codes[other] == 1
         assert f"Timeout (0:00:0{TIMEOUT})!" in run.err[other]
-        assert "in train_step" in run.err[other] or "in sync" in run.err[other]
+        assert "in train_step" in run.err[other] or "in agree" in run.err[other]
 
 
 STUCK = """if True:
     import os, time
     import train_distributed
 
-    def compute_loss(run, *arguments, inner=train_distributed.compute_loss):
-        if os.environ["RANK"] == "1" and run.global_step == 8:
+    def loss_weight(run, *arguments, inner=train_distributed.loss_weight):
+        if os.environ["RANK"] == "1" and run.state.step == 8:
             time.sleep(1000)
         return inner(run, *arguments)
 
-    train_distributed.compute_loss = compute_loss
+    train_distributed.loss_weight = loss_weight
 """
 
 
@@ -49,7 +49,7 @@ def test_a_rank_that_is_busy_elsewhere_shows_where(tmp_path, tiny):
     run = launch(tmp_path / "run", 3, *tiny, FOREVER, f"--hang-timeout={TIMEOUT}", before=STUCK)
     assert run.codes == [1, 1, 1]
     assert f"Timeout (0:00:0{TIMEOUT})!" in run.err[1]
-    assert 'File "<string>", line 7 in compute_loss' in run.err[1]
+    assert 'File "<string>", line 7 in loss_weight' in run.err[1]
 
 
 BROKEN_LOADER = STUCK.replace("time.sleep(1000)", 'raise OSError("the disk is gone")')
@@ -64,7 +64,7 @@ def test_an_exception_on_one_rank_is_printed_and_ends_all(tmp_path, tiny):
 
 
 def test_a_crash_ends_the_workers_of_a_loader_too(tmp_path, images):
-    crash = "import train_distributed; train_distributed.learning_rate = None"
+    crash = "import train_distributed; train_distributed.Task.lr_factor = None"
     options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=32"]
     options += ["--batch-size=4", "--num-workers=2"]
     result = launch(tmp_path / "run", 1, *options, before=crash, timeout=60)

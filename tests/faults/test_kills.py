@@ -43,7 +43,6 @@ def newest_save(run: Path) -> float:
 def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
     draw, newest, inside = random.Random(3), 0, 0
     run = tmp_path / "run"
-    cfg = train_distributed.parse_config([f"--checkpoint-dir={run}"])
 
     def kill(processes):
         """At any moment, or, every second time, when there is a half-written file."""
@@ -59,7 +58,7 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
         result = launch(run, 1, *options, during=kill)
         assert result.codes == [-signal.SIGKILL], result.err
         inside += any(run.glob(".*.tmp"))
-        path = train_distributed.find_checkpoint(cfg, train_distributed.RunDirectory(run))
+        path = train_distributed.find_checkpoint(train_distributed.RunDirectory(run), "auto")
         step = train_distributed.load_checkpoint(path)["global_step"]
         print(f"trial {trial}: step {step}")
         assert step >= newest

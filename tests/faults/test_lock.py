@@ -7,6 +7,8 @@ import signal
 import pytest
 from harness import FOREVER, launch, train, wait_for_step
 
+import train_distributed
+
 
 @pytest.mark.parametrize("first, second", [("7.1", "8.1"), (None, None)])
 def test_a_second_job_is_refused_and_the_first_is_named(tmp_path, tiny, first, second):
@@ -17,16 +19,19 @@ def test_a_second_job_is_refused_and_the_first_is_named(tmp_path, tiny, first, s
 
     def during(processes):
         wait_for_step(tmp_path / "run", 3)
-        seen.append(launch(tmp_path / "run", 2, *tiny, FOREVER, env=env(second)))
+        seen.append(launch(tmp_path / "run", 2, *tiny, "--epochs=1", env=env(second)))
+        assert seen[0].codes[0] == 2
         seen.append(processes[0].pid)
         os.kill(processes[0].pid, signal.SIGTERM)
 
     run = train(tmp_path / "run", 2, *tiny, FOREVER, during=during, env=env(first))
     refused, pid = seen
-    assert refused.codes[0] == 2 and refused.err[1] == ""
+    assert refused.err[1] == ""
+    attempt = f"attempt {first}, " if first else ""
+    remedy = "wait for it, stop that process, or choose another --checkpoint-dir"
     assert refused.err[0] == (
-        f"train_distributed.py: error: {tmp_path}/run is in use by attempt {first or '?'}, "
-        f"process {pid} on {os.uname().nodename}: choose another\n"
+        f"train_distributed.py: error: {tmp_path}/run is in use by {attempt}process {pid} on "
+        f"{os.uname().nodename}: {remedy}\n"
     )
     assert run.status()["state"] == "stopped"
 
@@ -69,11 +74,62 @@ def test_an_older_attempt_that_was_replaced_writes_nothing_more(tmp_path, tiny):
     assert now == seen[0]
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "attempt 3.1, process 7 on elsewhere"])
+@pytest.mark.parametrize(
+    "content", ["", "process 7 on elsewhere", "attempt 3.1, process 7 on elsewhere"]
+)
 def test_a_lock_file_that_no_process_holds_does_not_block_a_run(tmp_path, tiny, content):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/lock").write_text(content)
     run = train(tmp_path / "run", 1, *tiny, "--epochs=1")
     assert json.loads((run.directory / "status.json").read_text())["state"] == "finished"
     owner = (run.directory / "lock").read_text()
-    assert owner.startswith("attempt ?, process ") and owner.endswith(os.uname().nodename)
+    assert owner.startswith("process ") and owner.endswith(os.uname().nodename)
+
+
+def test_a_file_named_lock_of_another_program_is_refused_and_kept(tmp_path, tiny):
+    (tmp_path / "run").mkdir()
+    lock = tmp_path / "run/lock"
+    lock.write_text("[1]")
+    refused = launch(tmp_path / "run", 1, *tiny)
+    assert refused.codes == [2] and lock.read_text() == "[1]"
+    error = f"{lock} is another program's file: delete or move it"
+    assert refused.err[0] == f"train_distributed.py: error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("owner", "attempt", "newer"),
+    [
+        ("attempt 7.1, process 5 on here", "7.2", True),
+        ("attempt 7.9, process 5 on here", "7.10", True),
+        ("attempt 7.2, process 5 on here", "7.2", False),
+        ("attempt 7.2, process 5 on here", "7.1", False),
+        ("attempt 7.1, process 5 on here", "8.2", False),
+        ("attempt 7.1, process 5 on here", "7.x", False),
+        ("attempt 7.1, process 5 on here", None, False),
+        ("process 5 on here", "7.2", False),
+        ("", "7.2", False),
+    ],
+)
+def test_only_a_newer_attempt_of_the_same_job_takes_a_directory_over(
+    tmp_path, monkeypatch, owner, attempt, newer
+):
+    monkeypatch.delenv("ATTEMPT_ID", raising=False)
+    if attempt:
+        monkeypatch.setenv("ATTEMPT_ID", attempt)
+    assert train_distributed.RunDirectory(tmp_path).is_newer_than(owner) == newer
+
+
+def test_an_attempt_that_took_over_gets_the_lock_when_the_older_process_is_gone(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ATTEMPT_ID", "7.1")
+    older = train_distributed.RunDirectory(tmp_path)
+    older.lock()
+    monkeypatch.setenv("ATTEMPT_ID", "7.2")
+    newer = train_distributed.RunDirectory(tmp_path)
+    newer.lock()
+    older.file.close()  # as when its process exits
+    newer.replace_file("status.json", lambda file: file.write(b"{}"))
+    monkeypatch.delenv("ATTEMPT_ID")
+    with pytest.raises(train_distributed.UserError, match="is in use by attempt 7.2"):
+        train_distributed.RunDirectory(tmp_path).lock()

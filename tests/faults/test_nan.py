@@ -9,13 +9,21 @@ BROKEN = """if True:
     import os
     import train_distributed
 
-    def compute_loss(run, *arguments, inner=train_distributed.compute_loss):
-        loss_sum, logits, labels = inner(run, *arguments)
-        if os.environ.get("RANK", "0") == "{rank}" and run.global_step + 1 in {steps}:
-            loss_sum = loss_sum * float("nan")
-        return loss_sum, logits, labels
+    step = [0]
 
-    train_distributed.compute_loss = compute_loss
+    def train_step(run, *arguments, inner=train_distributed.train_step):
+        step[0] = run.state.step + 1
+        inner(run, *arguments)
+        step[0] = 0
+
+    def losses(self, model, batch, inner=train_distributed.Task.losses):
+        values = inner(self, model, batch)
+        if os.environ.get("RANK", "0") == "{rank}" and step[0] in {steps}:
+            values["loss"] = values["loss"] * float("nan")
+        return values
+
+    train_distributed.train_step = train_step
+    train_distributed.Task.losses = losses
 """
 
 
@@ -40,6 +48,10 @@ def test_all_ranks_skip_a_step_with_nan_on_one_rank(tmp_path, tiny, ranks, optim
             if ranks == 1
             else 0 < run.records("train")[4]["loss"]
         )
+        warnings = run.err[0].splitlines()
+        assert "WARNING: 1 values of loss were not finite and count as 0" in warnings
+        assert "WARNING: 1 steps skipped: their gradients were not finite" in warnings
+        assert len(warnings) == 2
     assert_same_state(ends[0], ends[-1])  # it does not matter where the NaN was
 
 
@@ -78,8 +90,8 @@ POISON = """if True:
 
     def train_step(run, *arguments, inner=train_distributed.train_step):
         inner(run, *arguments)
-        if run.global_step == 6:
-            next(run.model.parameters()).data[0] = float("inf")
+        if run.state.step == 5:
+            next(run.learner.model.parameters()).data[0] = float("inf")
 
     train_distributed.train_step = train_step
 """
@@ -92,3 +104,54 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, tiny):
     error = "error: checkpoint_step_6 not saved: the weights are not finite; lower --lr\n"
     assert error in run.err[0]
     assert run.checkpoints() == {"checkpoint_step_3"}
+
+
+def test_a_resumed_run_does_not_report_again_what_was_skipped_before(tmp_path, tiny):
+    first = train(
+        tmp_path / "run", 1, *tiny, "--stop-at-step=4", before=BROKEN.format(rank=0, steps=[2])
+    )
+    assert "WARNING: 1 steps skipped: their gradients were not finite\n" in first.err[0]
+    again = train(tmp_path / "run", 1, *tiny, "--stop-at-step=6")
+    assert again.err == [""]
+
+
+def test_rare_skipped_steps_do_not_end_a_run_however_many_there_are(tmp_path, tiny):
+    before = BROKEN.format(rank=0, steps=list(range(2, 60, 2)))
+    run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=52", before=before)
+    assert run.err[0].count("WARNING: 1 steps skipped: ") == 26
+
+
+def test_very_many_skipped_steps_between_two_syncs_are_one_sentence(tmp_path, tiny):
+    often = [*tiny[:-1], "--log-every-steps=400", "--batch-size=1", "--global-batch-size=1"]
+    before = BROKEN.format(rank=0, steps="range(1, 400)")
+    before += "    train_distributed.Coordinator.is_due = lambda self, step: step == 190\n"
+    run = launch(tmp_path / "run", 1, *often, "--epochs=2", before=before)
+    assert run.codes == [2] and "Traceback" not in run.err[0]
+    assert "error: gradients are often not finite: lower --lr or set " in run.err[0]
+
+
+MASKED_MODEL = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class WithMask(trainer.Task):
+        def model(self, cfg):
+            model = super().model(cfg)
+            model.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+            model.register_module("extra", WithState())
+            return model
+
+    class WithState(torch.nn.Module):
+        def get_extra_state(self):
+            return {"version": 3}
+
+        def set_extra_state(self, state):
+            assert state == {"version": 3}
+
+    task = WithMask()
+"""
+
+
+def test_a_model_with_an_infinite_mask_and_with_extra_state_is_saved_and_resumed(tmp_path, tiny):
+    train(tmp_path / "run", 2, *tiny, "--stop-at-step=4", before=MASKED_MODEL)
+    train(tmp_path / "run", 2, *tiny, "--stop-at-step=6", before=MASKED_MODEL)

@@ -51,7 +51,10 @@ def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path, tiny, tria
     assert (status["state"], status["reason"]) == ("stopped", number)
     samples, step = run.samples(), status["global_step"]
     assert max(samples) == step - 1  # no rank began another step
-    assert all(len(micros) == ranks for micros in samples.values())  # all finished the last step
+    steps_per_epoch = -(-203 // (8 * ranks))
+    for number, micros in samples.items():  # all ranks finished the last step
+        rest = 203 % (8 * ranks) if (number + 1) % steps_per_epoch == 0 else 0
+        assert sum(map(len, micros.values())) == (rest or 8 * ranks)
     assert run.newest()["global_step"] == step == status["saved_step"]
 
 
@@ -65,7 +68,9 @@ def test_no_rank_exits_before_the_last_save(tmp_path, tiny):
         status = json.loads((tmp_path / "run" / "status.json").read_text())
         assert status["state"] == "stopped"
 
-    slow = SLOW_DISK.format(seconds=3)
+    # Each fsync, because the status is written after the checkpoint.
+    slow = SLOW_DISK.format(seconds=1.5).replace(" and None not in received", "")
+    assert "if received:" in slow
     train(tmp_path / "run", 2, *tiny, FOREVER, during=during, before=slow)
 
 
@@ -115,7 +120,7 @@ def test_a_run_stopped_at_its_very_last_step_is_still_evaluated(tmp_path, tiny):
 
     def train_step(run, *arguments, inner=train_distributed.train_step):
         inner(run, *arguments)
-        if run.global_step == run.total:
+        if run.state.step + 1 == run.coordinator.last_step:
             open({str(tmp_path / "run/STOP")!r}, "w").close()
 
     train_distributed.train_step = train_step
@@ -129,12 +134,12 @@ STOP_IN_EVALUATION = """if True:
     import os, signal
     import train_distributed
 
-    def evaluate(run, inner=train_distributed.evaluate):
-        if run.world.rank == 1 and run.global_step == 13:
+    def evaluate_epoch(run, inner=train_distributed.evaluate_epoch):
+        if run.world.rank == 1 and run.state.step == 13:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return inner(run)
+        inner(run)
 
-    train_distributed.evaluate = evaluate
+    train_distributed.evaluate_epoch = evaluate_epoch
 """
 
 
@@ -255,37 +260,19 @@ def test_a_stop_does_not_wait_for_the_next_record(tmp_path, tiny):
     assert stopped.status()["global_step"] < 26
 
 
-SAVE_DURING_EXCHANGE = """
-import os, signal
-signalled = []
-
-def all_reduce(self, world, more=(), inner=train_distributed.Metrics.all_reduce):
-    if world.rank == 1 and not signalled:
-        signalled.append(os.kill(os.getpid(), signal.SIGURG))
-    return inner(self, world, more)
-
-train_distributed.Metrics.all_reduce = all_reduce
-"""
-
-
-@pytest.mark.parametrize("way", ["file", "signal", "signal during an exchange"])
-def test_a_request_to_save_is_served_once_and_training_continues(tmp_path, tiny, way):
+def test_a_request_to_save_is_served_once_and_training_continues(tmp_path, tiny):
     run = tmp_path / "run"
     poll = "import train_distributed; train_distributed.SYNC_SECONDS = 0.1"
-    poll += SAVE_DURING_EXCHANGE * (way == "signal during an exchange")
 
     def during(processes):
         wait_for_step(run, 5)
-        if way == "file":
-            (run / "SAVE").touch()
-        elif way == "signal":
-            os.kill(processes[-1].pid, signal.SIGURG)
+        (run / "SAVE").touch()
         wait_until(lambda: list(run.glob("checkpoint_step_*.pt")), "no checkpoint")
         wait_for_step(run, steps_of(run) + 30)
         assert not (run / "SAVE").exists() and len(list(run.glob("checkpoint_*.pt"))) == 1
         signal_all(processes, signal.SIGINT)
 
-    train(run, 2, *tiny, "--batch-size=1", before=poll, during=during)  # 120 steps in an epoch
+    train(run, 2, *tiny, "--batch-size=1", before=poll, during=during)  # 101 steps in an epoch
 
 
 @pytest.mark.parametrize("pause, code", [(0.05, 0), (1.5, 130)], ids=["at once", "later"])

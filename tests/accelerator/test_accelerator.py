@@ -1,0 +1,216 @@
+"""The trainer on the simulated accelerator of simgpu.cpp: what would fail or wait on a GPU.
+
+tests/README.md says what this proves and what it does not.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import simgpu
+from harness import assert_same_state, launch, train
+
+ONE_EPOCH = "--epochs=1"  # of 203 samples
+FOUR_MICRO_BATCHES = "--global-batch-size=32"  # 7 steps: six of 32 samples and one of 11
+ON_CPU = "import torch; assert not torch.accelerator.is_available()"
+# A task whose losses() counts the items on the device.
+COUNT_ON_DEVICE = """if True:
+    import torch, train_distributed
+
+    class CountOnDevice(train_distributed.Task):
+        def losses(self, model, batch):
+            values = super().losses(model, batch)
+            values["count"] = torch.ones_like(batch[1]).sum()
+            return values
+
+    task = CountOnDevice()
+"""
+
+
+class Accelerators:
+    """Trains on simulated accelerators, and remembers when each process waited for its own."""
+
+    def __init__(self, library: Path, events: Path):
+        self.library = library
+        self.events = events
+
+    def enable(self, devices: int) -> str:
+        """For `before` of the harness: the code that gives a rank its accelerators."""
+        return f"""if True:
+            import os, sys
+            sys.path.append({str(simgpu.HERE)!r})
+            import simgpu
+            file = {str(self.events)!r} + os.environ.get("RANK", "0")
+            simgpu.enable({str(self.library)!r}, {devices}, file)
+        """
+
+    def train(self, directory: Path, ranks: int, *options: str, before: str = "", devices: int = 2):
+        """harness.train(). Forgets the events of earlier runs."""
+        for file in self.events.parent.iterdir():
+            file.unlink()
+        code = f"{self.enable(devices)}\n{before}"
+        run = train(directory, ranks, *options, before=code)
+        noun = "GPU" if ranks == 1 else "GPUs"
+        assert f"distributed training on {ranks} {noun} " in run.out[0]
+        return run
+
+    def of_rank(self, rank: int) -> list[dict]:
+        lines = Path(f"{self.events}{rank}").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def phases(self, rank: int, kind: str) -> Counter:
+        """How many events of a kind happened in each phase of the training."""
+        events = [event for event in self.of_rank(rank) if event["kind"] == kind]
+        return Counter(phase(event["stack"]) for event in events)
+
+    def waits_in_steps(self, rank: int) -> str:
+        """Where they were, for the message of a test that fails."""
+        places = []
+        for event in self.of_rank(rank):
+            in_step = phase(event["stack"]) in ("train_step", "threads of backward")
+            if event["kind"] == "wait" and in_step:
+                places.append(" < ".join([event["what"], *event["stack"][:4]]))
+        return "\n".join(places)
+
+
+def phase(stack: list[str]) -> str:
+    """The function that train() had called; backward() on a device has threads of its own."""
+    inner = ""
+    for function in stack:
+        name, place = function.split()
+        if place.startswith("train_distributed.py"):
+            if name == "train":
+                return inner
+            if name == "main":
+                return "before and after train"
+        inner = name
+    return "threads of backward"
+
+
+@pytest.fixture
+def accelerators(library, tmp_path) -> Accelerators:
+    (tmp_path / "events").mkdir()
+    return Accelerators(library, tmp_path / "events" / "rank")
+
+
+def test_it_refuses_what_cuda_refuses(library):
+    command = [sys.executable, str(simgpu.HERE / "refusals.py"), str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_ends_with_the_weights_of_the_cpu(tmp_path, tiny, accelerators, ranks):
+    ours = accelerators.train(tmp_path / "device", ranks, *tiny, ONE_EPOCH)
+    theirs = train(tmp_path / "cpu", ranks, *tiny, ONE_EPOCH, before=ON_CPU)
+    assert_same_state(ours.newest(), theirs.newest())
+    (our_epoch,) = ours.records("epoch")
+    (their_epoch,) = theirs.records("epoch")
+    for name in ("loss", "accuracy", "test_loss", "test_accuracy"):
+        assert our_epoch[name] == their_epoch[name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, tiny, accelerators, ranks):
+    options = [*tiny, "--optimizer=adamw", "--lr=0.001"]
+    straight = accelerators.train(tmp_path / "straight", ranks, *options, "--stop-at-step=8")
+    accelerators.train(tmp_path / "run", ranks, *options, "--stop-at-step=3")
+    resumed = accelerators.train(tmp_path / "run", ranks, *options, "--stop-at-step=8")
+    assert_same_state(straight.newest(), resumed.newest())
+
+
+def test_a_run_moves_from_the_accelerator_to_the_cpu_and_back(tmp_path, tiny, accelerators):
+    accelerators.train(tmp_path / "moved", 1, *tiny, "--stop-at-step=3")
+    train(tmp_path / "moved", 1, *tiny, "--stop-at-step=6", before=ON_CPU)
+    moved = accelerators.train(tmp_path / "moved", 1, *tiny, "--stop-at-step=9")
+    straight = train(tmp_path / "cpu", 1, *tiny, "--stop-at-step=9", before=ON_CPU)
+    assert_same_state(moved.newest(), straight.newest())
+
+
+@pytest.mark.parametrize("options", [[], ["--amp=fp16", "--clip-grad-norm=1"]], ids=["", "fp16"])
+def test_reproducible_runs_end_with_the_same_bits(tmp_path, tiny, accelerators, options):
+    options = [*tiny, FOUR_MICRO_BATCHES, "--reproducible", "--stop-at-step=4", *options]
+    one = accelerators.train(tmp_path / "one", 1, *options)
+    two = accelerators.train(tmp_path / "two", 2, *options, "--distributed-backend=nccl")
+    assert_same_state(one.newest(), two.newest())
+
+
+def test_deterministic_runs_end_with_the_same_bits_with_gloo_and_with_nccl(
+    tmp_path, tiny, accelerators
+):
+    options = [*tiny, FOUR_MICRO_BATCHES, "--deterministic", "--stop-at-step=4"]
+    gloo = accelerators.train(tmp_path / "gloo", 2, *options)
+    nccl = accelerators.train(tmp_path / "nccl", 2, *options, "--distributed-backend=nccl")
+    assert_same_state(gloo.newest(), nccl.newest())
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_is_used_on_the_accelerator(tmp_path, tiny, accelerators, amp):
+    """Losses are close to those in float32, but not the same: 8 or 11 bits of a product."""
+    options = [*tiny, FOUR_MICRO_BATCHES, ONE_EPOCH, "--dropout=0"]
+    mixed = accelerators.train(tmp_path / "mixed", 1, *options, f"--amp={amp}")
+    exact = accelerators.train(tmp_path / "exact", 1, *options)
+    ours = [record["loss"] for record in mixed.records("train")]
+    theirs = [record["loss"] for record in exact.records("train")]
+    assert ours != theirs
+    assert ours == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, []),
+        (2, []),
+        (2, ["--optimizer=adamw", "--clip-grad-norm=1", "--amp=bf16"]),
+        (2, ["--amp=fp16"]),
+        (1, ["--reproducible"]),
+        (2, ["--reproducible", "--amp=fp16", "--clip-grad-norm=1"]),
+    ],
+    ids=["1", "2", "adamw-bf16", "fp16", "reproducible", "reproducible-fp16"],
+)
+def test_a_step_never_waits_for_the_accelerator_and_a_sync_waits_once(
+    tmp_path, tiny, accelerators, ranks, options
+):
+    options = [*tiny, FOUR_MICRO_BATCHES, ONE_EPOCH, *options]
+    accelerators.train(tmp_path / "run", ranks, *options)
+    assert_waits_only_at_syncs(accelerators, ranks, syncs=7)
+
+
+@pytest.mark.parametrize("options", [[], ["--reproducible"]], ids=["plain", "reproducible"])
+def test_items_counted_on_the_accelerator_make_no_step_wait(tmp_path, tiny, accelerators, options):
+    options = [*tiny, FOUR_MICRO_BATCHES, ONE_EPOCH, *options]
+    accelerators.train(tmp_path / "run", 2, *options, before=COUNT_ON_DEVICE)
+    assert_waits_only_at_syncs(accelerators, ranks=2, syncs=7)
+
+
+def test_image_files_are_copied_from_pinned_memory_and_no_step_waits(
+    tmp_path, images, accelerators
+):
+    options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=32", ONE_EPOCH]
+    options += ["--num-workers=2", "--batch-size=6", "--log-every-steps=1", "--model=resnet18"]
+    accelerators.train(tmp_path / "run", 2, *options)
+    assert_waits_only_at_syncs(accelerators, ranks=2, syncs=3)
+    for rank in (0, 1):
+        copies = accelerators.phases(rank, "pinned copy")
+        assert copies["train_step"] >= 2 * 3  # images and labels
+        assert accelerators.phases(rank, "pageable copy")["train_step"] == 0
+
+
+def test_two_ranks_cannot_use_nccl_on_one_accelerator(tmp_path, tiny, accelerators):
+    code = accelerators.enable(devices=1)
+    options = [*tiny, "--distributed-backend=nccl", "--stop-at-step=1"]
+    run = launch(tmp_path, 2, *options, before=code)
+    assert run.codes != [0, 0]
+    assert "Duplicate GPU detected" in run.err[0] + run.err[1]
+
+
+def assert_waits_only_at_syncs(accelerators: Accelerators, ranks: int, syncs: int) -> None:
+    """Also the evaluation waits once, whatever the number of its batches."""
+    for rank in range(ranks):
+        waits = accelerators.phases(rank, "wait")
+        for allowed in ("before and after train", "open_run", "save"):
+            waits.pop(allowed, None)
+        assert waits == {"agree": syncs, "evaluate_epoch": 1}, accelerators.waits_in_steps(rank)

@@ -1,0 +1,79 @@
+"""A stand-in for nvidia-smi, for machines without a GPU: its output has the same form."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+PROGRAM = """#!{python} -S
+import json, re, sys, time
+
+state = json.load(open({state!r}))
+if state["hangs"]:
+    time.sleep(1000)
+if state["fails"]:
+    sys.exit(print(state["fails"]) or 15)
+gpus = state["gpus"]
+options = " ".join(sys.argv[1:])
+if "-L" in sys.argv:
+    for gpu in gpus:
+        print(f"GPU {{gpu['index']}}: {{gpu['name']}} (UUID: {{gpu['uuid']}})")
+        for number, device in enumerate(gpu["mig"]):
+            print(f"  MIG 3g.40gb     Device  {{number}}: (UUID: {{device}})")
+elif "--query-compute-apps=gpu_uuid,pid" in sys.argv:
+    for uuid, pid in state["processes"].items():
+        print(f"{{uuid}}, {{pid}}")
+else:
+    selected = re.search(r"--id=(\\S+)", options)
+    if selected:
+        gpus = [gpu for gpu in gpus if selected[1] in (gpu["uuid"], gpu["index"])]
+    if not gpus:
+        sys.exit(print("No devices were found") or 6)
+    fields = re.search(r"--query-gpu=(\\S+)", options)[1].split(",")
+    for gpu in gpus:
+        print(", ".join(gpu[field] for field in fields))
+"""
+
+
+def gpu(index: int, **more) -> dict:
+    """A healthy GPU that nobody uses; `mig`: the UUIDs of its MIG devices."""
+    facts = {
+        "index": str(index),
+        "uuid": f"GPU-{index}",
+        "name": "NVIDIA H200",
+        "driver_version": "999.1",
+        "memory.total": "143771",
+        "memory.used": "0",
+        "ecc.errors.uncorrected.volatile.total": "0",
+        "power.limit": "700.00",
+        "power.default_limit": "700.00",
+        "pci.bus_id": f"00000000:{16 * index:02X}:00.0",
+        "mig": [],
+    }
+    return facts | more
+
+
+def nvidia_smi(directory: Path, gpus, processes=None, hangs=False, fails="") -> str:
+    """Write the program; returns a PATH that begins with it.
+
+    gpus: of gpu(), or their number; processes: {UUID: process id}; fails: an error of all queries,
+    as after Xid 79.
+    """
+    if isinstance(gpus, int):
+        gpus = [gpu(index) for index in range(gpus)]
+    folder = directory / "bin"
+    folder.mkdir(exist_ok=True)
+    state = {"gpus": gpus, "processes": processes or {}, "hangs": hangs, "fails": fails}
+    file = folder / "nvidia-smi.json"
+    program = folder / "nvidia-smi"
+    replace(file, json.dumps(state))
+    replace(program, PROGRAM.format(python=sys.executable, state=str(file)))
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def replace(file: Path, text: str) -> None:
+    """Write a program, which may be running."""
+    new = file.with_name(f"new {file.name}")
+    new.write_text(text)
+    new.chmod(0o755)
+    new.replace(file)

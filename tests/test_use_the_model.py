@@ -1,0 +1,59 @@
+"""The code of docs/USE_THE_MODEL.md runs as printed, and predicts what the training evaluated."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import REPO, train
+from pages import blocks
+
+PAGE = (REPO / "docs/USE_THE_MODEL.md").read_text()
+
+# Runs after the page's blocks: `model`, `test_set` and `torch` are those of the page.
+CHECK = """
+with torch.no_grad():
+    guesses = torch.cat([model(images).argmax(1) for images in test_set[:][0].split(100)])
+print("accuracy", (guesses == test_set[:][1]).double().mean().item())
+loaded = __import__("safetensors.torch").torch.load_file("model.safetensors")
+print("weights", all(torch.equal(loaded[k], v) for k, v in model.model.state_dict().items()))
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A directory with the page's run."""
+    directory = tmp_path_factory.mktemp("work")
+    train(directory / "runs/one", 1, "--epochs=1")
+    return directory
+
+
+def run(work, *command) -> str:
+    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_code_of_the_page_runs_in_order(work):
+    pytest.importorskip("onnxruntime", reason="tests/run.sh installs it")
+    code = "\n".join(text for kind, text in blocks(PAGE) if kind == "python")
+    out = run(work, sys.executable, "-c", code + CHECK)
+    assert len(re.findall(r"^\d \(\d+\.\d%\), correct: \d$", out, re.M)) == 8, out
+    assert float(re.search(r"largest difference: (\S+)", out)[1]) < 1e-4
+    record = (work / "runs/one/metrics.jsonl").read_text().splitlines()[-1]
+    accuracy = float(re.search(r'"test_accuracy": ([\d.]+)', record)[1])
+    assert f"accuracy {accuracy}\n" in out and "weights True\n" in out
+
+
+def test_the_command_that_evaluates_prints_the_metrics_of_the_training(work):
+    (command,) = [text for kind, text in blocks(PAGE) if kind == "bash"]
+    before = sorted(path.stat().st_mtime_ns for path in work.rglob("*"))
+    words = command.split()
+    out = run(work, sys.executable, str(REPO / words[1]), *words[2:])
+    record = (work / "runs/one/metrics.jsonl").read_text().splitlines()[-1]
+    loss = float(re.search(r'"test_loss": ([\d.]+)', record)[1])
+    assert f"checkpoint_epoch_1.pt: Test Loss: {loss:.6f}, Test Accuracy: " in out
+    assert out.endswith(" of 2000\n")
+    assert before == sorted(path.stat().st_mtime_ns for path in work.rglob("*"))
