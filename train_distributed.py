@@ -2046,7 +2046,7 @@ def main(task: Task | None = None, argv: list[str] | None = None) -> None:
     except UserError as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(2)  # let rank 0 exit first
+            time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
         log(f"train_distributed.py: error: {error}", sys.stderr)
         raise SystemExit(2) from error
     finally:

@@ -198,7 +198,8 @@ def measure_model(task: trainer.Task, args) -> dict[str, float]:
     """
     model = task.model(args).train()
     if args.activation_checkpointing:
-        trainer.recompute_activations(task.blocks(model), args.compile)
+        for block in task.blocks(model):
+            trainer.recompute_activations(block, args.compile)
     few = 2  # samples
     more = 4
     with FakeTensorMode(allow_non_fake_inputs=True):  # the weights
@@ -222,8 +223,8 @@ def measure_model(task: trainer.Task, args) -> dict[str, float]:
 
 
 def fake_images(task: trainer.Task, args, samples: int) -> torch.Tensor:
-    size = args.image_size or (28 if is_digits(args) else 224)
-    images = torch.zeros(samples, task.channels(args), size, size)
+    channels, size = task.image_shape(args)
+    images = torch.zeros(samples, channels, size, size)
     return images.contiguous(memory_format=torch.channels_last)
 
 

@@ -780,7 +780,9 @@ def kill_group(child):
 
 def is_alive(child):
     """Whether any process of its group is alive."""
-    child.poll()
+    if child.poll() is None:
+        return True
+    reap_group(child.pid)  # a process that has ended is in its group until its parent asks
     try:
         os.killpg(child.pid, 0)
     except ProcessLookupError:
@@ -830,6 +832,13 @@ def descendants():
             found.append(process)
             parents.append(process)
     return found
+
+
+def reap_group(group):
+    """Remove the orphans of a process group that have ended, and that this process has adopted."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0] != 0:
+            pass
 
 
 def reap(process):
