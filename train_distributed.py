@@ -102,7 +102,7 @@ class Task:
         add = parser.add_argument
         datasets = ["mnist_sample", "mnist", "imagefolder", "synthetic"]
         add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
-        add("--image-size", type=positive_int, help="pixels per side [28 for MNIST, else 224]")
+        add("--image-size", type=image_size, help="pixels per side [28 for MNIST, else 224]")
         add(
             "--model", default="simple_convnet", help="[simple_convnet] or a torchvision classifier"
         )
@@ -1065,12 +1065,13 @@ def launch_environment(env) -> tuple[int, int, int, int]:
 
     Other programs need torchrun's names, so Slurm's values are written there.
     """
-    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        env["RANK"] = env["SLURM_PROCID"]
-        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-        env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
-        per_node = re.match("[0-9]+", env["SLURM_STEP_TASKS_PER_NODE"])  # like 4(x2) or 4,3
-        env["LOCAL_WORLD_SIZE"] = per_node[0]
+    if not env.get("RANK") and launch_variable(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        with explain("the variables of this step of Slurm are incomplete", KeyError, TypeError):
+            env["RANK"] = env["SLURM_PROCID"]
+            env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+            env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+            per_node = re.match("[0-9]+", env["SLURM_STEP_TASKS_PER_NODE"])  # like 4(x2) or 4,3
+            env["LOCAL_WORLD_SIZE"] = per_node[0]
     rank = launch_variable(env, "RANK", 0)
     world_size = launch_variable(env, "WORLD_SIZE", 1)
     local_rank = launch_variable(env, "LOCAL_RANK", 0)
@@ -1314,6 +1315,8 @@ class MetricsWriter:
 
         A crash can leave half a line.
         """
+        if self.path.exists() and not self.path.is_file():
+            raise UserError(f"{self.path} is not a file: delete or move it")
         kept = []
         last_kind = ""
         content = self.path.read_bytes() if self.path.exists() else b""
@@ -1368,8 +1371,6 @@ class RunDirectory:
     """
 
     def __init__(self, path: str):
-        if not path:
-            raise UserError("--checkpoint-dir is empty: is a variable not set?")
         self.path = Path(path)
         self.lock_path = self.path / "lock"
         attempt = os.environ.get("ATTEMPT_ID")
@@ -1859,6 +1860,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments, **settings):
         self.required_options: list[argparse.Action] = []
+        self.switches: list[str] = []  # names of options without a value
         super().__init__(*arguments, **settings)
 
     def error(self, message: str):
@@ -1870,6 +1872,8 @@ class Parser(argparse.ArgumentParser):
         action = super().add_argument(*names, **settings)
         if required:
             self.required_options.append(action)
+        if action.nargs == 0:
+            self.switches.append(action.dest)
         return action
 
     def parse(self, words: list[str], complete: bool = True) -> argparse.Namespace:
@@ -1884,6 +1888,8 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(f"{action.option_strings[0]} is required: {action.help}")
         for name, value in vars(cfg).items():
             setattr(cfg, name, plain(value, f"the option {name}"))
+            if value == "" and self.get_default(name) != "":
+                raise UserError(f"--{name.replace('_', '-')} is empty: is a variable not set?")
         return cfg
 
 
@@ -1942,6 +1948,10 @@ def not_negative(text: str) -> float:
     return checked_number(text, float, 0, 1e30)
 
 
+def image_size(text: str) -> int:
+    return checked_number(text, int, 1, 2**14)
+
+
 def fraction(text: str) -> float:
     return checked_number(text, float, 0, 1)
 
@@ -1953,6 +1963,7 @@ def checked_number(text: str, kind: type, lowest: float, highest: float):
         if lowest <= number <= highest:
             return number
     noun = "a whole number" if kind is int else "a number"
+    text = text or "an empty text"
     raise argparse.ArgumentTypeError(f"{text} is not {noun} from {lowest:g} to {highest:g}")
 
 
@@ -1998,7 +2009,7 @@ def read_config(file: str, parser: Parser) -> list[str]:
             options[name] = [item.value for item in value.value]
         elif not isinstance(value, yaml.ScalarNode):
             raise UserError(f"{name} should have a single value; {example}")
-        elif value.value in ("", "null", "~"):
+        elif value.value in ("", "null", "~") and not value.style:  # not in quotes
             continue  # the default
         elif name in ("config", "evaluate", "help"):
             raise UserError(f"{name} belongs on the command line")
@@ -2010,17 +2021,18 @@ def read_config(file: str, parser: Parser) -> list[str]:
     if foreign and os.environ.get("RANK", "0") == "0":
         names = ", ".join(foreign)
         log(f"WARNING: {file}: your task has no option {names}: ignored", sys.stderr)
-    return words_of({name: options[name] for name in options if name not in foreign})
+    options = {name: options[name] for name in options if name not in foreign}
+    return words_of(options, parser.switches)
 
 
-def words_of(options: dict) -> list[str]:
+def words_of(options: dict, switches: list[str]) -> list[str]:
     """{"epochs": "5", "compile": "true"} -> ["--epochs=5", "--compile"]"""
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
-        if str(value).lower() == "true":
+        if name in switches and str(value).lower() == "true":
             words.append(f"--{flag}")
-        elif str(value).lower() == "false":
+        elif name in switches and str(value).lower() == "false":
             words.append(f"--no-{flag}")
         elif isinstance(value, list):
             words += [f"--{flag}", *value]

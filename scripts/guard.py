@@ -1226,9 +1226,15 @@ def write_failure(cause: str, reason: str, rank: int) -> None:
 def fail(text: str, cause: str = "configuration") -> None:
     """Print a user error and exit with code 2."""
     print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
-    rank = os.environ.get("RANK", "")
-    write_failure(cause, text, int(rank) if rank.isdecimal() else 0)
+    write_failure(cause, text, own_rank())
     sys.exit(2)
+
+
+def own_rank() -> int:
+    """$RANK; 0 if it is not a number."""
+    with suppress(ValueError):
+        return int(os.environ.get("RANK", ""))
+    return 0
 
 
 def end_now(text: str) -> None:

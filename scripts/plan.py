@@ -196,7 +196,8 @@ def measure_model(task: trainer.Task, args) -> dict[str, float]:
     tensors (shapes and types without data), so only the weights need memory and no kernel runs:
     bf16 kernels would kill the process on a machine that lists AMX but traps it.
     """
-    model = task.model(args).train()
+    with trainer.explain("cannot build the model here", MemoryError, RuntimeError):
+        model = task.model(args).train()
     if args.activation_checkpointing:
         for block in task.blocks(model):
             trainer.recompute_activations(block, args.compile)
@@ -465,10 +466,11 @@ def time_of(seconds: float) -> str:
 
 # ------------------------------------------------------------------------------------- OPTIONS
 def positive_number(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise ValueError
-    return number
+    return trainer.checked_number(text, float, 1e-6, 1e12)
+
+
+def class_count(text: str) -> int:
+    return trainer.checked_number(text, int, 1, 10**6)
 
 
 def build_parser() -> trainer.Parser:
@@ -479,7 +481,7 @@ def build_parser() -> trainer.Parser:
     add = parser.add_argument_group("plan").add_argument
     number = positive_number
     add("--samples", type=trainer.positive_int, help="training samples [counted in --data-dir]")
-    add("--classes", type=trainer.positive_int, help="classes [counted in --data-dir]")
+    add("--classes", type=class_count, help="classes [counted in --data-dir]")
     add("--samples-per-second", type=number, help="throughput of one GPU [from --tflops]")
     add("--tflops", type=number, default=60, help="10^12 operations per second of a GPU [60]")
     add("--links", metavar="FILE", help="output of doctor.py --json in a launch [the next four]")

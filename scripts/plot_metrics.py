@@ -39,6 +39,8 @@ class Run:
         self.train: list[dict] = []
         self.epochs: list[dict] = []
         path = directory / "metrics.jsonl"
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file")
         try:
             lines = path.read_text(errors="replace").splitlines()
         except OSError as error:
@@ -48,7 +50,7 @@ class Run:
                 record = json.loads(line)
             except ValueError:
                 continue  # half a line: the run is being written, or was killed
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            if not isinstance(record, dict) or not is_number(record.get("step")):
                 continue  # of another program
             if record.get("kind") == "train":
                 self.train.append(record)
@@ -61,9 +63,10 @@ class Run:
         """Their names, as in Task.report(): in the order of the file, the loss first."""
         names = []
         for record in self.train + self.epochs:
-            for key in record:
+            for key, value in record.items():
                 name = key.removeprefix("test_")
-                if not NOT_METRICS.fullmatch(name) and name not in names:
+                is_metric = is_number(value) and not NOT_METRICS.fullmatch(name)
+                if is_metric and name not in names:
                     names.append(name)
         return loss_first(names)
 
@@ -76,7 +79,12 @@ class Run:
 
 
 def points(records: list[dict], key: str) -> list[tuple[int, float]]:
-    return [(record["step"], record[key]) for record in records if key in record]
+    return [(record["step"], record[key]) for record in records if is_number(record.get(key))]
+
+
+def is_number(value) -> bool:
+    """Whether it can be drawn: a number, or NaN, which leaves a gap."""
+    return isinstance(value, int | float) and not abs(value) > 1e300
 
 
 def loss_first(names: list[str]) -> list[str]:

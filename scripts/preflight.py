@@ -38,7 +38,7 @@ def refuse(text: str, cause: str = "configuration") -> None:
         print(f"{PROGRAM}: WARNING: {HOST}: {text}", file=sys.stderr, flush=True)
         return
     print(f"{PROGRAM}: error: {HOST}: {text}", file=sys.stderr, flush=True)
-    guard.write_failure(cause, text, int(os.environ.get("RANK", 0)))
+    guard.write_failure(cause, text, guard.own_rank())
     sys.exit(2)
 
 

@@ -172,7 +172,8 @@ def test_a_colour_model_may_train_on_digits(planned):
 
 def test_it_refuses_what_cannot_be_planned(tmp_path, refused):
     assert "did you mean --nodes?" in refused("--nodez=3")
-    assert "invalid positive_number value: '0'" in refused("--tflops=0")
+    assert "0 is not a number from 1e-06 to 1e+12" in refused("--tflops=0")
+    assert "1000001 is not a whole number" in refused("--classes=1000001")
     missing = refused("--samples=9", "--links", tmp_path / "none")
     assert "cannot use --links" in missing and "No such file" in missing
     (tmp_path / "empty").write_text("[]")

@@ -1,0 +1,253 @@
+"""Random options, environments, config files and run directories: each works, or is refused with
+one sentence.
+
+2,000 cases, the same in each run; with --long, 20,000 others. A case that failed once stays as an
+@example.
+"""
+
+import json
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import fuzz
+import pytest
+import torch
+from harness import LONG, REPO, load
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import train_distributed as trainer
+
+sys.path.insert(0, str(REPO / "scripts"))
+guard = load(REPO / "scripts/guard.py")
+supervise = load(REPO / "scripts/supervise.py")
+preflight = load(REPO / "scripts/preflight.py")
+plan = load(REPO / "scripts/plan.py")
+plot_metrics = load(REPO / "scripts/plot_metrics.py")
+
+RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+STEP_VARIABLES = ["SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
+STEP_VARIABLES += ["SLURM_STEP_TASKS_PER_NODE"]
+LAUNCH_VARIABLES = RANK_VARIABLES + STEP_VARIABLES + ["MASTER_ADDR"]
+CHECKPOINTS = ["checkpoint_epoch_1.pt", "checkpoint_step_50.pt", "checkpoint_epoch_2.pt"]
+STEPS = dict(zip(CHECKPOINTS, (26, 50, 52)))
+STATUS = {"state": "running", "reason": "", "run_dir": "/nowhere", "start_step": 0, "time": 9.5}
+STATUS |= {"global_step": 52, "saved_step": 26, "world_size": 2, "began": 1.5}
+FAILURE = {"cause": "exception", "reason": "ValueError: x", "rank": 1, "host": "n01"}
+ATTEMPT = {"attempt": "7.1", "start": 1.0, "end": 9.0, "start_step": 0, "end_step": 52, "hosts": []}
+ATTEMPT |= {"saved_step": 26, "recomputed": 26, "train_seconds": 5.0, "cause": "killed"}
+ATTEMPT |= {"reason": "", "world_size": 2}
+METRIC = {"kind": "train", "step": 20, "time": 3.0, "loss": 0.5, "accuracy": 0.75, "lr": 0.1}
+EPOCH = {"kind": "epoch", "step": 26, "time": 4.0, "epoch": 1, "loss": 0.4, "test_accuracy": 0.8}
+
+
+def cases(share: float):
+    """This share of all cases."""
+    count = int(share * (20_000 if LONG else 2_000))
+    fixtures = HealthCheck.function_scoped_fixture  # a directory for all cases of a test
+    ignored = [HealthCheck.too_slow, HealthCheck.filter_too_much, fixtures]
+    return settings(
+        max_examples=count,
+        derandomize=not LONG,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],  # a failure is printed as it is found
+        print_blob=True,
+        suppress_health_check=ignored,
+    )
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+PARSER = trainer.build_parser()
+
+
+@cases(0.25)
+@given(fuzz.command_lines(PARSER))
+def test_options(tmp_path, words):
+    cfg, refusal = fuzz.outcome(trainer.parse_config, words, trainer.build_parser())
+    if refusal or cfg.evaluate or cfg.config:
+        return
+    file = tmp_path / "config.yaml"
+    file.write_bytes(fuzz.yaml_of(cfg))  # as in the run directory: the same options again
+    again = trainer.parse_config([f"--config={file}"], trainer.build_parser())
+    assert vars(again) | {"config": cfg.config} == vars(cfg)
+
+
+@cases(0.2)
+@given(fuzz.config_texts(PARSER))
+def test_config_files(tmp_path, content):
+    file = tmp_path / "options.yaml"
+    file.write_bytes(content)
+    _, refusal = fuzz.outcome(trainer.parse_config, [f"--config={file}"], trainer.build_parser())
+    assert not refusal or refusal.startswith(f"{file}: ")
+
+
+@cases(0.2)
+@given(fuzz.environments(LAUNCH_VARIABLES))
+def test_launch_environment(env):
+    of_trainer, _ = fuzz.outcome(trainer.launch_environment, dict(env), env=env)
+    of_guard, _ = fuzz.outcome(guard.launch_environment, dict(env), env=env)
+    if of_guard and of_trainer and of_trainer[2] > 1:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        assert [of_guard[name] for name in names] == list(of_trainer)
+
+
+SETTINGS = ["HANG_TIMEOUT", "RANK_TIMEOUT", "DEADLINE", "SLURM_JOB_END_TIME", "RANK", "PREFLIGHT"]
+SETTINGS += ["SLURM_RESTART_COUNT", "MAX_RESTARTS", "STOP_SECONDS", "MAX_DURATION"]
+
+
+@cases(0.1)
+@given(fuzz.environments(SETTINGS))
+def test_settings(tmp_path, env):
+    fuzz.outcome(trainer.StopFlag, tmp_path, env=env)
+    for name in ("HANG_TIMEOUT", "RANK_TIMEOUT"):
+        fuzz.outcome(guard.seconds, name, 1.0, env=env)
+    fuzz.outcome(preflight.refuse, "something is wrong", env=env)
+    with fuzz.environment(env), suppress(ValueError):  # main() prints it
+        for name in ("SLURM_RESTART_COUNT", "MAX_RESTARTS"):
+            assert supervise.number(name, int, 0) >= 0
+        for name in ("SLURM_JOB_END_TIME", "STOP_SECONDS", "MAX_DURATION"):
+            assert supervise.number(name, float, 0) >= 0
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory) -> Path:
+    """As a run of two epochs of 26 steps leaves it."""
+    path = tmp_path_factory.mktemp("run")
+    for name, step in STEPS.items():
+        content = {"name": name[:-3], "task": "Task", "global_step": step, "model": torch.ones(64)}
+        torch.save(content, path / name)
+    lines = [METRIC, EPOCH, METRIC | {"step": 40}, EPOCH | {"step": 52, "epoch": 2}]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "status.json").write_text(json.dumps(STATUS))
+    (path / "config.yaml").write_text("epochs: 2\n")
+    (path / "attempts.jsonl").write_text(json.dumps(ATTEMPT) + "\n")
+    (path / "lock").write_text("process 7 on n01")
+    return path
+
+
+FILES = [*CHECKPOINTS, "metrics.jsonl", "status.json", "config.yaml", "attempts.jsonl", "lock"]
+FOREIGN = [
+    "checkpoint_best.pt",
+    ".notes.tmp",
+    ".checkpoint_best.pt.x.tmp",
+    "checkpoint_epoch_1.pt~",
+]
+
+
+@cases(0.1)
+@given(
+    st.dictionaries(st.sampled_from(FILES), fuzz.damages(), max_size=4),
+    st.sampled_from(["auto", "none", "elsewhere.pt", *CHECKPOINTS]),
+)
+def test_run_directories(tmp_path, run_directory, damaged, resume):
+    run = tmp_path / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(run_directory, run)
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    for name in FOREIGN:
+        (run / name).write_text("mine")
+    for name, (kind, position) in damaged.items():
+        fuzz.damage(run / name, kind, position, outside)
+    if resume in CHECKPOINTS:
+        resume = str(run / resume)
+
+    found, refusal = fuzz.outcome(open_run_directory, run, resume)
+
+    assert outside.read_text() == "mine"
+    for name in FOREIGN:
+        assert (run / name).read_text() == "mine"
+    intact = [name for name in CHECKPOINTS if name not in damaged]
+    if found and resume == "auto":
+        assert found.parent == run
+        if intact:  # a flipped byte may change nothing that is read
+            assert STEPS[found.name] >= max(STEPS[name] for name in intact)
+    fuzz.outcome(plot_metrics.Run, run)
+
+
+def open_run_directory(path: Path, resume: str) -> Path | None:
+    """What rank 0 does before the first step."""
+    cfg = trainer.parse_config([f"--checkpoint-dir={path}", f"--resume={resume}"])
+    directory = trainer.RunDirectory(cfg.checkpoint_dir)
+    directory.lock()
+    try:
+        found = trainer.find_checkpoint(directory, cfg.resume)
+        metrics = trainer.MetricsWriter(cfg, directory)
+        metrics.open(STEPS.get(found.name, 0) if found else 0)
+        metrics.record("train", 53, {"loss": 1.0})
+        return found
+    finally:
+        directory.file.close()
+
+
+LINES = st.lists(fuzz.records([METRIC, EPOCH]), max_size=5)
+
+
+@cases(0.1)
+@given(
+    st.lists(fuzz.records([ATTEMPT, ATTEMPT | {"cause": "running"}]), max_size=4),
+    LINES,
+    fuzz.records([STATUS]),
+    fuzz.records([FAILURE]),
+    st.sampled_from([0, 1, 2, -9, 137, -6, 255]),
+)
+def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code):
+    run = tmp_path / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir()
+    (run / "attempts.jsonl").write_text("\n".join(attempts) + "\n")
+    (run / "metrics.jsonl").write_text("\n".join(metrics))
+    (run / "status").write_text(status)
+    (run / "failure").write_text(failure)
+
+    def end_of_an_attempt():
+        supervisor = supervise.Supervisor(["true"], run, tmp_path, 300, float("inf"))
+        found = supervise.read_status(run / "status")
+        supervisor.run_dir = str(run)
+        cause, reason = supervisor.cause(code, found, supervise.read_failure(run / "failure"))
+        attempt = {"attempt": "7.2", "start": 10.0, "end": 12.0, "hosts": ["n01"]}
+        attempt |= supervisor.steps_and_time(found)
+        attempt |= {"world_size": found.get("world_size"), "cause": cause, "reason": reason}
+        supervisor.record(attempt)
+        supervisor.count_crash(attempt)
+        facts = supervisor.facts(attempt, max_restarts=3)
+        decision = supervise.decide(facts)
+        supervise.report_crash(attempt, decision, facts)
+        supervise.goodput(supervisor.attempts())
+        return attempt
+
+    attempt, refusal = fuzz.outcome(end_of_an_attempt)
+    assert not refusal
+    last = (run / "attempts.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["attempt"] == attempt["attempt"]
+
+
+@cases(0.03)
+@given(LINES)
+def test_records_of_plot_metrics(tmp_path, lines):
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    output = tmp_path / "metrics.png"
+
+    def draw():
+        plot_metrics.draw([plot_metrics.Run(tmp_path)], output)
+
+    fuzz.outcome(draw)
+
+
+@cases(0.02)
+@given(fuzz.command_lines(plan.build_parser()))
+def test_plans(words):
+    def planned():
+        args = trainer.parse_config(["--dataset=mnist", *words], plan.build_parser())
+        found = plan.predict(args)
+        plan.print_plan(args, found)
+        return list(plan.warnings(args, found))
+
+    fuzz.outcome(planned)
