@@ -1949,7 +1949,7 @@ def not_negative(text: str) -> float:
 
 
 def image_size(text: str) -> int:
-    return checked_number(text, int, 1, 2**14)
+    return checked_number(text, int, 1, 2**16)
 
 
 def fraction(text: str) -> float:
@@ -1963,8 +1963,9 @@ def checked_number(text: str, kind: type, lowest: float, highest: float):
         if lowest <= number <= highest:
             return number
     noun = "a whole number" if kind is int else "a number"
-    text = text or "an empty text"
-    raise argparse.ArgumentTypeError(f"{text} is not {noun} from {lowest:g} to {highest:g}")
+    shown_text = text or "''"
+    limits = f"from {lowest:g} to {highest:g}"
+    raise argparse.ArgumentTypeError(f"{shown_text} is not {noun} {limits}")
 
 
 def parse_config(argv: list[str], parser: Parser | None = None) -> argparse.Namespace:
@@ -2003,6 +2004,8 @@ def read_config(file: str, parser: Parser) -> list[str]:
     options = {}
     for key, value in root.value:
         name = key.value
+        if not isinstance(key, yaml.ScalarNode):
+            raise UserError(f"line {key.start_mark.line + 1}: {example}")
         if name in options:
             raise UserError(f"{name} is there twice")
         if isinstance(value, yaml.SequenceNode):

@@ -196,8 +196,10 @@ def measure_model(task: trainer.Task, args) -> dict[str, float]:
     tensors (shapes and types without data), so only the weights need memory and no kernel runs:
     bf16 kernels would kill the process on a machine that lists AMX but traps it.
     """
-    with trainer.explain("cannot build the model here", MemoryError, RuntimeError):
+    try:
         model = task.model(args).train()
+    except (MemoryError, RuntimeError) as error:
+        raise trainer.UserError(f"cannot build the model here ({error})") from None
     if args.activation_checkpointing:
         for block in task.blocks(model):
             trainer.recompute_activations(block, args.compile)

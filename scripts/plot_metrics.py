@@ -110,6 +110,8 @@ def draw(runs: list[Run], output: Path) -> None:
     except (OSError, ValueError) as error:  # ValueError: a file format it does not know
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {output}: {reason}") from None
+    finally:
+        pyplot.close(figure)
 
 
 def draw_panel(axes, name: str, runs: list[Run]) -> None:

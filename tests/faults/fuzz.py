@@ -69,7 +69,8 @@ def command_lines(parser):
 
     def words_for(name: str):
         values = st.sampled_from(good.get(name, [""])) | odd_texts()
-        joined = values.map(lambda value: [f"{name}={value}"])
+        # Before Python 3.13, argparse takes --option=-- for an option without a value.
+        joined = values.map(lambda value: [f"{name}={value.removeprefix('--')}"])
         separate = values.map(lambda value: [name, value])
         return st.just([name]) | joined | separate
 

@@ -15,7 +15,7 @@ import fuzz
 import pytest
 import torch
 from harness import LONG, REPO, load
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import train_distributed as trainer
@@ -69,6 +69,9 @@ PARSER = trainer.build_parser()
 
 @cases(0.25)
 @given(fuzz.command_lines(PARSER))
+@example(words=["--evaluate="])
+@example(words=["--checkpoint-dir=null"])
+@example(words=["--checkpoint-dir=true"])
 def test_options(tmp_path, words):
     cfg, refusal = fuzz.outcome(trainer.parse_config, words, trainer.build_parser())
     if refusal or cfg.evaluate or cfg.config:
@@ -81,6 +84,7 @@ def test_options(tmp_path, words):
 
 @cases(0.2)
 @given(fuzz.config_texts(PARSER))
+@example(content=b"{0}: 1")
 def test_config_files(tmp_path, content):
     file = tmp_path / "options.yaml"
     file.write_bytes(content)
@@ -90,6 +94,8 @@ def test_config_files(tmp_path, content):
 
 @cases(0.2)
 @given(fuzz.environments(LAUNCH_VARIABLES))
+@example(env={"SLURM_STEP_NUM_TASKS": "2"})
+@example(env={"SLURM_STEP_NUM_TASKS": "x"})
 def test_launch_environment(env):
     of_trainer, _ = fuzz.outcome(trainer.launch_environment, dict(env), env=env)
     of_guard, _ = fuzz.outcome(guard.launch_environment, dict(env), env=env)
@@ -104,6 +110,7 @@ SETTINGS += ["SLURM_RESTART_COUNT", "MAX_RESTARTS", "STOP_SECONDS", "MAX_DURATIO
 
 @cases(0.1)
 @given(fuzz.environments(SETTINGS))
+@example(env={"RANK": "4(x2)"})
 def test_settings(tmp_path, env):
     fuzz.outcome(trainer.StopFlag, tmp_path, env=env)
     for name in ("HANG_TIMEOUT", "RANK_TIMEOUT"):
@@ -146,6 +153,8 @@ FOREIGN = [
     st.dictionaries(st.sampled_from(FILES), fuzz.damages(), max_size=4),
     st.sampled_from(["auto", "none", "elsewhere.pt", *CHECKPOINTS]),
 )
+@example(damaged={"metrics.jsonl": ("directory", 0.0)}, resume="auto")
+@example(damaged={"metrics.jsonl": ("FIFO", 0.0)}, resume="auto")
 def test_run_directories(tmp_path, run_directory, damaged, resume):
     run = tmp_path / "run"
     shutil.rmtree(run, ignore_errors=True)
@@ -231,6 +240,8 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
 
 @cases(0.03)
 @given(LINES)
+@example(lines=['{"kind": "train", "step": 1, "loss": [[]]}'])
+@example(lines=['{"kind": "epoch", "step": 1, "test_accuracy": null}'])
 def test_records_of_plot_metrics(tmp_path, lines):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     output = tmp_path / "metrics.png"
@@ -243,6 +254,8 @@ def test_records_of_plot_metrics(tmp_path, lines):
 
 @cases(0.02)
 @given(fuzz.command_lines(plan.build_parser()))
+@example(words=["--classes=1000000000"])
+@example(words=["--image-size=1000000000"])
 def test_plans(words):
     def planned():
         args = trainer.parse_config(["--dataset=mnist", *words], plan.build_parser())
