@@ -1113,8 +1113,8 @@ def configure_torch(cfg: argparse.Namespace) -> None:
     """Settings of PyTorch. Before the process group, because NCCL reads some of them."""
     deterministic = cfg.deterministic or cfg.reproducible
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
-    if deterministic:  # the call takes more than a second, because it imports the compiler
-        torch.use_deterministic_algorithms(True)
+    # Imports the compiler, for a second. Optimizers need it: better now, on all ranks at once.
+    torch.use_deterministic_algorithms(deterministic)
     # Shapes rarely change: let cuDNN time its kernels once per shape and keep the fastest.
     torch.backends.cudnn.benchmark = not deterministic
     if cfg.reproducible:
