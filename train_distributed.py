@@ -1390,9 +1390,7 @@ class RunDirectory:
                 remedy = "wait for it, stop that process, or choose another --checkpoint-dir"
                 text = f"{self.path} is in use by {owner or 'another process'}: {remedy}"
                 raise UserError(text, "in use")
-            self.file.truncate(0)
-            self.file.write(self.owner)
-            self.file.flush()
+            self.write_owner()
             for leftover in self.path.iterdir():
                 if TEMPORARY_NAME.fullmatch(leftover.name) or leftover.name == "STOP":
                     leftover.unlink(missing_ok=True)
@@ -1411,6 +1409,11 @@ class RunDirectory:
             return True
         except BlockingIOError:
             return False
+
+    def write_owner(self) -> None:
+        self.file.truncate(0)
+        self.file.write(self.owner)
+        self.file.flush()
 
     def is_newer_than(self, owner: str) -> bool:
         """Whether this is a later attempt of the owner's job."""
@@ -1452,6 +1455,9 @@ class RunDirectory:
 
     def check_owner(self) -> None:
         """UserError if a newer attempt has taken over."""
+        if not self.lock_path.exists():  # somebody has deleted it
+            self.file = open(self.lock_path, "x", opener=open_no_link)
+            self.write_owner()
         self.acquire()  # after a takeover, the older attempt keeps the lock until it exits
         owner = self.lock_path.read_text()
         if owner != self.owner:
