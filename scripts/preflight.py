@@ -172,8 +172,8 @@ def check_connection(master: str, port: int, found: list[tuple]) -> None:
 
 def check_gpus() -> list[checks.Finding]:
     """checks.gpus(). After a killed attempt, first wait for its GPU memory to be freed."""
-    attempt = int(os.environ.get("ATTEMPT") or 1)
-    patience = MEMORY_SECONDS if attempt > 1 else 0
+    is_first = os.environ.get("ATTEMPT", "") in ("", "1")
+    patience = 0 if is_first else MEMORY_SECONDS
     deadline = time.monotonic() + patience
     is_logged = False
     while True:
