@@ -1455,7 +1455,7 @@ class RunDirectory:
 
     def check_owner(self) -> None:
         """UserError if a newer attempt has taken over."""
-        if not self.lock_path.exists():  # somebody has deleted it
+        if not self.lock_path.exists():  # it was deleted
             self.file = open(self.lock_path, "x", opener=open_no_link)
             self.write_owner()
         self.acquire()  # after a takeover, the older attempt keeps the lock until it exits
