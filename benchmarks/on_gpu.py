@@ -187,7 +187,7 @@ PARTS = {
         400,
         [
             "python benchmarks/overhead.py {gpu} --ranks 1 --turns {turns}",
-            "python benchmarks/overhead.py {gpu} --ranks 1 --turns {resnet_turns} -- --amp bf16"
+            "python benchmarks/overhead.py {gpu} --ranks 1 --turns {resnet_turns} -- --amp {amp}"
             " --model {resnet} --dataset synthetic --image-size {size} --batch-size {batch}",
         ],
     ),
@@ -224,6 +224,7 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
             "saves": 2,
             "turns": 4,
             "resnet_turns": 2,
+            "amp": "off",  # some CPUs take minutes for a few steps in bf16
             "files": 64,
             "copies": 16,
             "loader_files": 64,
@@ -247,6 +248,7 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
         "saves": 12,
         "turns": 300,
         "resnet_turns": 6,
+        "amp": "bf16",
         "files": files,
         "copies": jpeg_batch * gpus * (jpeg_steps + 1) // files + 1,
         "loader_files": 512 * cores,
