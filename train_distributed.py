@@ -1066,12 +1066,12 @@ def launch_environment(env) -> tuple[int, int, int, int]:
     Other programs need torchrun's names, so Slurm's values are written there.
     """
     if not env.get("RANK") and launch_variable(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        with explain("the variables of this step of Slurm are incomplete", KeyError, TypeError):
+        with explain("the variables of this step of Slurm are incomplete", KeyError):
             env["RANK"] = env["SLURM_PROCID"]
             env["LOCAL_RANK"] = env["SLURM_LOCALID"]
             env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
-            per_node = re.match("[0-9]+", env["SLURM_STEP_TASKS_PER_NODE"])  # like 4(x2) or 4,3
-            env["LOCAL_WORLD_SIZE"] = per_node[0]
+            per_node = env["SLURM_STEP_TASKS_PER_NODE"]  # like 4(x2) or 4,3
+            env["LOCAL_WORLD_SIZE"] = re.split("[(,]", per_node)[0]
     rank = launch_variable(env, "RANK", 0)
     world_size = launch_variable(env, "WORLD_SIZE", 1)
     local_rank = launch_variable(env, "LOCAL_RANK", 0)
@@ -1113,8 +1113,10 @@ def configure_torch(cfg: argparse.Namespace) -> None:
     """Settings of PyTorch. Before the process group, because NCCL reads some of them."""
     deterministic = cfg.deterministic or cfg.reproducible
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
-    # Imports the compiler, for a second. Optimizers need it: better now, on all ranks at once.
-    torch.use_deterministic_algorithms(deterministic)
+    # Optimizers import it, for a second: better now, on all ranks at once.
+    importlib.import_module("torch._dynamo")
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
     # Shapes rarely change: let cuDNN time its kernels once per shape and keep the fastest.
     torch.backends.cudnn.benchmark = not deterministic
     if cfg.reproducible:
@@ -1390,7 +1392,9 @@ class RunDirectory:
                 remedy = "wait for it, stop that process, or choose another --checkpoint-dir"
                 text = f"{self.path} is in use by {owner or 'another process'}: {remedy}"
                 raise UserError(text, "in use")
-            self.write_owner()
+            self.file.truncate(0)
+            self.file.write(self.owner)
+            self.file.flush()
             for leftover in self.path.iterdir():
                 if TEMPORARY_NAME.fullmatch(leftover.name) or leftover.name == "STOP":
                     leftover.unlink(missing_ok=True)
@@ -1409,11 +1413,6 @@ class RunDirectory:
             return True
         except BlockingIOError:
             return False
-
-    def write_owner(self) -> None:
-        self.file.truncate(0)
-        self.file.write(self.owner)
-        self.file.flush()
 
     def is_newer_than(self, owner: str) -> bool:
         """Whether this is a later attempt of the owner's job."""
@@ -1455,9 +1454,6 @@ class RunDirectory:
 
     def check_owner(self) -> None:
         """UserError if a newer attempt has taken over."""
-        if not self.lock_path.exists():  # it was deleted
-            self.file = open(self.lock_path, "x", opener=open_no_link)
-            self.write_owner()
         self.acquire()  # after a takeover, the older attempt keeps the lock until it exits
         owner = self.lock_path.read_text()
         if owner != self.owner:
@@ -1693,7 +1689,7 @@ class StopFlag:
         # Within a second of the first, it is the same Ctrl-C, forwarded by a launcher.
         if number == signal.SIGINT and time.time() > self.since + 1:
             os._exit(130)
-        if number == signal.SIGINT and is_first and os.environ.get("RANK", "0") == "0":
+        if number == signal.SIGINT and is_first and (os.environ.get("RANK") or "0") == "0":
             with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
                 os.write(2, b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n")
         if is_first:
@@ -1866,7 +1862,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments, **settings):
         self.required_options: list[argparse.Action] = []
-        self.switches: list[str] = []  # names of options without a value
         super().__init__(*arguments, **settings)
 
     def error(self, message: str):
@@ -1878,8 +1873,6 @@ class Parser(argparse.ArgumentParser):
         action = super().add_argument(*names, **settings)
         if required:
             self.required_options.append(action)
-        if action.nargs == 0:
-            self.switches.append(action.dest)
         return action
 
     def parse(self, words: list[str], complete: bool = True) -> argparse.Namespace:
@@ -2015,6 +2008,8 @@ def read_config(file: str, parser: Parser) -> list[str]:
         if name in options:
             raise UserError(f"{name} is there twice")
         if isinstance(value, yaml.SequenceNode):
+            if not all(isinstance(item, yaml.ScalarNode) for item in value.value):
+                raise UserError(f"{name} should have a single value; {example}")
             options[name] = [item.value for item in value.value]
         elif not isinstance(value, yaml.ScalarNode):
             raise UserError(f"{name} should have a single value; {example}")
@@ -2027,21 +2022,26 @@ def read_config(file: str, parser: Parser) -> list[str]:
     known = vars(parser.parse([], complete=False))
     of_this_file = vars(build_parser().parse([]))  # configs/default_config.yaml has these
     foreign = [name for name in options if name in of_this_file and name not in known]
-    if foreign and os.environ.get("RANK", "0") == "0":
+    if foreign and (os.environ.get("RANK") or "0") == "0":
         names = ", ".join(foreign)
         log(f"WARNING: {file}: your task has no option {names}: ignored", sys.stderr)
     options = {name: options[name] for name in options if name not in foreign}
-    return words_of(options, parser.switches)
+    return words_of(options, parser)
 
 
-def words_of(options: dict, switches: list[str]) -> list[str]:
+def words_of(options: dict, parser: Parser) -> list[str]:
     """{"epochs": "5", "compile": "true"} -> ["--epochs=5", "--compile"]"""
+    switches = []  # options without a value
+    for action in parser._actions:  # also those of groups
+        if action.nargs == 0:
+            switches += action.option_strings
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
-        if name in switches and str(value).lower() == "true":
+        is_switch = f"--{flag}" in switches
+        if is_switch and str(value).lower() == "true":
             words.append(f"--{flag}")
-        elif name in switches and str(value).lower() == "false":
+        elif is_switch and str(value).lower() == "false":
             words.append(f"--no-{flag}")
         elif isinstance(value, list):
             words += [f"--{flag}", *value]
@@ -2066,7 +2066,7 @@ def main(task: Task | None = None, argv: list[str] | None = None) -> None:
             train(task, cfg, world)
     except UserError as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.environ.get("RANK", "0") != "0":
+        if (os.environ.get("RANK") or "0") != "0":
             time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
         log(f"train_distributed.py: error: {error}", sys.stderr)
         raise SystemExit(2) from error

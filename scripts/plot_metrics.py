@@ -50,8 +50,10 @@ class Run:
                 record = json.loads(line)
             except ValueError:
                 continue  # half a line: the run is being written, or was killed
-            if not isinstance(record, dict) or not is_number(record.get("step")):
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 continue  # of another program
+            if not is_number(record["step"]):
+                continue
             if record.get("kind") == "train":
                 self.train.append(record)
             elif record.get("kind") == "epoch":
@@ -79,12 +81,19 @@ class Run:
 
 
 def points(records: list[dict], key: str) -> list[tuple[int, float]]:
-    return [(record["step"], record[key]) for record in records if is_number(record.get(key))]
+    found = []
+    for record in records:
+        value = record.get(key)
+        if is_number(value):
+            is_drawable = abs(value) < math.inf
+            found.append((record["step"], value if is_drawable else math.nan))  # nan: a gap
+    return found
 
 
 def is_number(value) -> bool:
-    """Whether it can be drawn: a number, or NaN, which leaves a gap."""
-    return isinstance(value, int | float) and not abs(value) > 1e300
+    """Whether it is a number: not one of those that only Python's int can hold."""
+    is_huge = isinstance(value, int) and abs(value) > 10**300
+    return isinstance(value, int | float) and not is_huge
 
 
 def loss_first(names: list[str]) -> list[str]:

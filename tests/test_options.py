@@ -499,3 +499,17 @@ def test_code_after_main_may_take_longer_than_the_hang_timeout(tmp_path, tiny):
         [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_config_file_sets_switches_of_a_group_and_names_with_dashes(tmp_path):
+    class Grouped(train_distributed.Task):
+        def add_options(self, parser):
+            group = parser.add_argument_group("mine")
+            group.add_argument("--flag", action="store_true")
+            group.add_argument("--name")
+
+    file = tmp_path / "options.yaml"
+    file.write_text("flag: true\nactivation-checkpointing: true\nname: 'true'\n")
+    parser = train_distributed.build_parser(Grouped())
+    cfg = train_distributed.parse_config([f"--config={file}"], parser)
+    assert (cfg.flag, cfg.activation_checkpointing, cfg.name) == (True, True, "true")

@@ -31,6 +31,9 @@ RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 STEP_VARIABLES = ["SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
 STEP_VARIABLES += ["SLURM_STEP_TASKS_PER_NODE"]
 LAUNCH_VARIABLES = RANK_VARIABLES + STEP_VARIABLES + ["MASTER_ADDR"]
+TORCHRUN_VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN_VARIABLES |= {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+STEP = dict(zip(STEP_VARIABLES, ("0", "3", "1", "4", "2(x2)")))
 CHECKPOINTS = ["checkpoint_epoch_1.pt", "checkpoint_step_50.pt", "checkpoint_epoch_2.pt"]
 STEPS = dict(zip(CHECKPOINTS, (26, 50, 52)))
 STATUS = {"state": "running", "reason": "", "run_dir": "/nowhere", "start_step": 0, "time": 9.5}
@@ -85,6 +88,7 @@ def test_options(tmp_path, words):
 @cases(0.2)
 @given(fuzz.config_texts(PARSER))
 @example(content=b"{0}: 1")
+@example(content=b"epochs: [[1]]")
 def test_config_files(tmp_path, content):
     file = tmp_path / "options.yaml"
     file.write_bytes(content)
@@ -94,6 +98,9 @@ def test_config_files(tmp_path, content):
 
 @cases(0.2)
 @given(fuzz.environments(LAUNCH_VARIABLES))
+@example(env=TORCHRUN_VARIABLES)
+@example(env=STEP | {"MASTER_ADDR": "n1"})
+@example(env=STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"})
 @example(env={"SLURM_STEP_NUM_TASKS": "2"})
 @example(env={"SLURM_STEP_NUM_TASKS": "x"})
 def test_launch_environment(env):
@@ -116,11 +123,10 @@ def test_settings(tmp_path, env):
     for name in ("HANG_TIMEOUT", "RANK_TIMEOUT"):
         fuzz.outcome(guard.seconds, name, 1.0, env=env)
     fuzz.outcome(preflight.refuse, "something is wrong", env=env)
-    with fuzz.environment(env), suppress(ValueError):  # main() prints it
-        for name in ("SLURM_RESTART_COUNT", "MAX_RESTARTS"):
-            assert supervise.number(name, int, 0) >= 0
-        for name in ("SLURM_JOB_END_TIME", "STOP_SECONDS", "MAX_DURATION"):
-            assert supervise.number(name, float, 0) >= 0
+    kinds = {"SLURM_RESTART_COUNT": int, "MAX_RESTARTS": int, "SLURM_JOB_END_TIME": float}
+    for name in SETTINGS:
+        with fuzz.environment(env), suppress(ValueError):  # main() prints it
+            assert supervise.number(name, kinds.get(name, float), 0) >= 0
 
 
 @pytest.fixture(scope="module")

@@ -133,13 +133,3 @@ def test_an_attempt_that_took_over_gets_the_lock_when_the_older_process_is_gone(
     monkeypatch.delenv("ATTEMPT_ID")
     with pytest.raises(train_distributed.UserError, match="is in use by attempt 7.2"):
         train_distributed.RunDirectory(tmp_path).lock()
-
-
-def test_a_deleted_lock_is_made_again_and_still_keeps_others_out(tmp_path):
-    owner = train_distributed.RunDirectory(tmp_path)
-    owner.lock()
-    (tmp_path / "lock").unlink()
-    owner.replace_file("status.json", lambda file: file.write(b"{}"))
-    assert (tmp_path / "status.json").read_text() == "{}"
-    with pytest.raises(train_distributed.UserError, match=f"in use by process {os.getpid()}"):
-        train_distributed.RunDirectory(tmp_path).lock()

@@ -48,7 +48,7 @@ IN_CI = [("rank 1", "SIGSTOP")]
 
 
 def members(run: Path) -> dict[str, list[int]]:
-    """Process ids of the training by kind. Of a rank's workers, those that load training data."""
+    """Process ids of the training by kind. A worker is a child of a rank."""
     lines = processes_with("RUN_OF_TEST", run)
     found: dict[str, list[int]] = {}
     for pid, line in lines.items():
@@ -62,8 +62,10 @@ def members(run: Path) -> dict[str, list[int]]:
             kind = "agent"
         elif "torch.distributed.run" in lines.get(parent_of(pid), ""):
             kind = f"rank {rank_of(pid)}"
-        else:
+        elif "guard.py" in lines.get(parent_of(pid), ""):
             kind = "worker"
+        else:
+            kind = "other"
         found.setdefault(kind, []).append(pid)
     return found
 
@@ -153,6 +155,7 @@ def test_a_process_that_is_killed_or_stopped_leaves_nothing_and_costs_nothing_sa
         wait_for_step(training.run, draw.randrange(6, STEPS // 2))
         time.sleep(draw.random() / 10)
         saved = training.saved_step()
+        wait_until(lambda: kind in members(training.run), f"no {kind}")
         (victim, *_) = sorted(members(training.run)[kind])
         os.kill(victim, getattr(signal, name))
         step = steps_of(training.run)
