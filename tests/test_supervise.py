@@ -298,6 +298,7 @@ def test_ranks_whose_torchrun_was_killed_end_before_the_restart(tmp_path, tiny, 
     script = [REPO / "train_distributed.py", *tiny, f"--checkpoint-dir={run}", FOREVER]
     process = start(sys.executable, *words, *script, MARK=str(tmp_path), OMP_NUM_THREADS="1")
     wait_for_step(run, 3)
+    wait_until((run / "attempts.jsonl").exists, "no attempt log")
     marked = processes_with("MARK", tmp_path)
     (torchrun,) = [pid for pid, line in marked.items() if "distributed.run" in line and
                    "supervise.py" not in line]  # fmt: skip
