@@ -208,6 +208,50 @@ def processes_with(name: str, value) -> dict[int, str]:
     return found
 
 
+def processes_by_kind(name: str, value) -> dict[str, list[int]]:
+    """Ids of the processes of a supervised training that have NAME=VALUE in their environment.
+
+    A worker is a child of a rank. A rank stays one after its torchrun has been killed.
+    """
+    lines = processes_with(name, value)
+    found: dict[str, list[int]] = {}
+    for pid, line in lines.items():
+        if "supervise.py" in line:
+            kind = "supervisor"
+        elif line.startswith("tee"):
+            kind = "log"
+        elif "cluster_train.sh" in line:
+            kind = "launcher"
+        elif "torch.distributed.run" in line:
+            kind = "agent"
+        elif "guard.py" not in line:
+            kind = "other"
+        elif is_rank(lines.get(parent_of(pid), "")):
+            kind = "worker"
+        else:
+            kind = f"rank {rank_of(pid)}"
+        found.setdefault(kind, []).append(pid)
+    return found
+
+
+def is_rank(line: str) -> bool:
+    return "guard.py" in line and "torch.distributed.run" not in line
+
+
+def parent_of(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def rank_of(pid: int) -> str:
+    with suppress(OSError):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"RANK="):
+                return variable[5:].decode()
+    return "?"
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -21,7 +21,7 @@ from harness import (
     REPO,
     assert_same_state,
     launch,
-    processes_with,
+    processes_by_kind,
     steps_of,
     train,
     wait_for_step,
@@ -182,13 +182,10 @@ class Campaign:
     def members(self) -> dict[str, list[int]]:
         """What may be killed: pids by kind."""
         found: dict[str, list[int]] = {"rank": [], "agent": [], "launcher": []}
-        for pid, line in processes_with("RECORD_TO", self.run).items():
-            if "torch.distributed.run" in line:
-                found["agent"].append(pid)
-            elif "record.py" in line:
-                found["rank"].append(pid)
-            elif "cluster_train.sh" in line and "tee" not in line:
-                found["launcher"].append(pid)
+        for kind, pids in processes_by_kind("RECORD_TO", self.run).items():
+            name = kind.partition(" ")[0]  # of "rank 0"
+            if name in found:
+                found[name] += pids
         return found
 
     def start(self, kills: int, draw: random.Random) -> str:

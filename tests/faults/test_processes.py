@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import LONG, REPO, processes_with, steps_of, wait_for_step, wait_until
+from harness import LONG, REPO, processes_by_kind, steps_of, wait_for_step, wait_until
 
 REPEATS = int(os.environ.get("REPEATS", 20 if LONG else 1))
 STEPS = 150  # of the whole training
@@ -47,43 +47,6 @@ CAUSES = {
 IN_CI = [("rank 1", "SIGSTOP")]
 
 
-def members(run: Path) -> dict[str, list[int]]:
-    """Process ids of the training by kind. A worker is a child of a rank."""
-    lines = processes_with("RUN_OF_TEST", run)
-    found: dict[str, list[int]] = {}
-    for pid, line in lines.items():
-        if "supervise.py" in line:
-            kind = "supervisor"
-        elif line.startswith("tee"):
-            kind = "log"
-        elif "cluster_train.sh" in line:
-            kind = "launcher"
-        elif "torch.distributed.run" in line:
-            kind = "agent"
-        elif "torch.distributed.run" in lines.get(parent_of(pid), ""):
-            kind = f"rank {rank_of(pid)}"
-        elif "guard.py" in lines.get(parent_of(pid), ""):
-            kind = "worker"
-        else:
-            kind = "other"
-        found.setdefault(kind, []).append(pid)
-    return found
-
-
-def parent_of(pid: int) -> int:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
-def rank_of(pid: int) -> str:
-    with suppress(OSError):
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"RANK="):
-                return variable[5:].decode()
-    return "?"
-
-
 class Training:
     """A supervised training on two ranks."""
 
@@ -108,8 +71,11 @@ class Training:
             self.command, env=self.env, cwd=REPO, start_new_session=True, **streams
         )
 
+    def members(self) -> dict[str, list[int]]:
+        return processes_by_kind("RUN_OF_TEST", self.run)
+
     def nothing_is_left(self) -> bool:
-        return not members(self.run)
+        return not self.members()
 
     def attempts(self) -> list[dict]:
         return [json.loads(line) for line in (self.run / "attempts.jsonl").open()]
@@ -124,7 +90,7 @@ class Training:
         return torch.load(path, weights_only=True)["model"]
 
     def kill_all(self) -> None:
-        for pids in members(self.run).values():
+        for pids in self.members().values():
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -155,8 +121,8 @@ def test_a_process_that_is_killed_or_stopped_leaves_nothing_and_costs_nothing_sa
         wait_for_step(training.run, draw.randrange(6, STEPS // 2))
         time.sleep(draw.random() / 10)
         saved = training.saved_step()
-        wait_until(lambda: kind in members(training.run), f"no {kind}")
-        (victim, *_) = sorted(members(training.run)[kind])
+        wait_until(lambda: kind in training.members(), f"no {kind}")
+        (victim, *_) = sorted(training.members()[kind])
         os.kill(victim, getattr(signal, name))
         step = steps_of(training.run)
         if name == "SIGSTOP" and kind in STOPPED_SECONDS:
