@@ -50,10 +50,9 @@ class Run:
                 record = json.loads(line)
             except ValueError:
                 continue  # half a line: the run is being written, or was killed
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            step = record.get("step") if isinstance(record, dict) else None
+            if not isinstance(step, int) or not is_number(step):
                 continue  # of another program
-            if not is_number(record["step"]):
-                continue
             if record.get("kind") == "train":
                 self.train.append(record)
             elif record.get("kind") == "epoch":

@@ -782,7 +782,7 @@ def is_alive(child):
     """Whether any process of its group is alive."""
     if child.poll() is None:
         return True
-    reap_group(child.pid)  # a process that has ended is in its group until its parent asks
+    reap(-child.pid)  # a process that has ended is in its group until its parent asks
     try:
         os.killpg(child.pid, 0)
     except ProcessLookupError:
@@ -834,17 +834,14 @@ def descendants():
     return found
 
 
-def reap_group(group):
-    """Remove the orphans of a process group that have ended, and that this process has adopted."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-group, os.WNOHANG)[0] != 0:
-            pass
-
-
 def reap(process):
-    """Remove a process that has ended from the kernel's list, if it is a child of this one."""
+    """Remove a child that has ended from the kernel's list; -GROUP: all such of a process group.
+
+    Orphans that this process has adopted are its children, too.
+    """
     with suppress(ChildProcessError):
-        os.waitpid(process, os.WNOHANG)
+        while os.waitpid(process, os.WNOHANG)[0] != 0:
+            pass
 
 
 # --------------------------------------------------------------- the job, of Slurm, PBS or neither
