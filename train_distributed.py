@@ -515,7 +515,7 @@ def evaluate_checkpoint(task: Task, cfg: argparse.Namespace, world: World) -> No
     batches = divide_test_set(len(test_set), cfg.batch_size, world, task.across_ranks)
     loader = get_dataloader(cfg, world, test_set, batches)
     sums = evaluate(task, cfg, world, predictor.model, loader)
-    values = describe(task.report(sums), "Test ")
+    values = describe(report(task, sums), "Test ")
     log_on_rank_0(world, f"{cfg.evaluate}: {values} of {sums['count']:.0f}")
 
 
@@ -1000,7 +1000,7 @@ def get_dataloader(cfg, world: World, dataset: Dataset, batch_sampler) -> DataLo
 
 def cores_of_rank() -> int:
     """The cores of this rank: those it is bound to, at most its share of the machine, and 16."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks_here = launch_variable(os.environ, "LOCAL_WORLD_SIZE", 1)
     cores = (os.cpu_count() or 1) // ranks_here
     if hasattr(os, "sched_getaffinity"):  # Linux; scripts/guard.py and Slurm bind a rank
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -1093,6 +1093,11 @@ def launch_variable(env, name: str, default: int) -> int:
     return int(text)
 
 
+def is_launched_as_rank_0() -> bool:
+    """For messages before setup_distributed(), and where there is no World."""
+    return os.environ.get("RANK") in (None, "", "0")
+
+
 def select_device(local_rank: int, world_size: int) -> torch.device:
     """The GPU of this rank, which PyTorch uses from now on; the CPU if there is none."""
     accelerator = getattr(torch, "accelerator", torch.cuda)  # PyTorch < 2.6: only CUDA
@@ -1113,8 +1118,8 @@ def configure_torch(cfg: argparse.Namespace) -> None:
     """Settings of PyTorch. Before the process group, because NCCL reads some of them."""
     deterministic = cfg.deterministic or cfg.reproducible
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
-    # Optimizers import it, for a second: better now, on all ranks at once.
-    importlib.import_module("torch._dynamo")
+    if not cfg.evaluate:  # optimizers import it, for a second: better now, on all ranks at once
+        importlib.import_module("torch._dynamo")
     if deterministic:
         torch.use_deterministic_algorithms(True)
     # Shapes rarely change: let cuDNN time its kernels once per shape and keep the fastest.
@@ -1689,7 +1694,7 @@ class StopFlag:
         # Within a second of the first, it is the same Ctrl-C, forwarded by a launcher.
         if number == signal.SIGINT and time.time() > self.since + 1:
             os._exit(130)
-        if number == signal.SIGINT and is_first and (os.environ.get("RANK") or "0") == "0":
+        if number == signal.SIGINT and is_first and is_launched_as_rank_0():
             with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
                 os.write(2, b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n")
         if is_first:
@@ -2022,7 +2027,7 @@ def read_config(file: str, parser: Parser) -> list[str]:
     known = vars(parser.parse([], complete=False))
     of_this_file = vars(build_parser().parse([]))  # configs/default_config.yaml has these
     foreign = [name for name in options if name in of_this_file and name not in known]
-    if foreign and (os.environ.get("RANK") or "0") == "0":
+    if foreign and is_launched_as_rank_0():
         names = ", ".join(foreign)
         log(f"WARNING: {file}: your task has no option {names}: ignored", sys.stderr)
     options = {name: options[name] for name in options if name not in foreign}
@@ -2066,7 +2071,7 @@ def main(task: Task | None = None, argv: list[str] | None = None) -> None:
             train(task, cfg, world)
     except UserError as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if (os.environ.get("RANK") or "0") != "0":
+        if not is_launched_as_rank_0():
             time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
         log(f"train_distributed.py: error: {error}", sys.stderr)
         raise SystemExit(2) from error

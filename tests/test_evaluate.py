@@ -85,3 +85,23 @@ def test_evaluate_does_not_ask_for_the_nodes_of_the_training(tmp_path, tiny):
     run = train(tmp_path / "run", 2, *tiny, "--gpus-per-node=2", "--nodes=1", "--epochs=1")
     run = launch(tmp_path / "unused", 1, f"--evaluate={run.directory}/checkpoint_epoch_1.pt")
     assert run.codes == [0] and run.out[0].endswith(" of 103\n")
+
+
+NO_ITEMS = """if True:
+    from train_distributed import Task
+
+    class WithoutTestItems(Task):
+        def losses(self, model, batch):
+            values = super().losses(model, batch)
+            return values if model.training else dict.fromkeys(values, 0)
+
+    task = WithoutTestItems()
+"""
+
+
+def test_evaluate_of_no_items_divides_nothing(tmp_path, tiny):
+    run = train(tmp_path / "run", 1, *tiny, "--epochs=1", before=NO_ITEMS)
+    path = run.directory / "checkpoint_epoch_1.pt"
+    run = launch(tmp_path / "unused", 1, f"--evaluate={path}", before=NO_ITEMS)
+    assert run.codes == [0], run.err
+    assert run.out[0].endswith(" of 0\n")

@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 
 import yaml
+from harness import LAUNCH_VARIABLES
 from hypothesis import strategies as st
 
 import train_distributed as trainer
@@ -188,8 +189,8 @@ def outcome(function, *arguments, env: dict[str, str] | None = None):
 @contextlib.contextmanager
 def environment(variables: dict[str, str]):
     before = dict(os.environ)
-    for name in list(os.environ):
-        if trainer.re.match("SLURM|PBS|RANK|LOCAL_|WORLD_|MASTER_|STOP_|DEADLINE|ATTEMPT", name):
+    for name in before:
+        if LAUNCH_VARIABLES.search(name) or name.startswith(("STOP_", "DEADLINE", "ATTEMPT")):
             del os.environ[name]
     os.environ.update(variables)
     try:

@@ -99,6 +99,7 @@ def test_config_files(tmp_path, content):
 @cases(0.2)
 @given(fuzz.environments(LAUNCH_VARIABLES))
 @example(env=TORCHRUN_VARIABLES)
+@example(env={"LOCAL_WORLD_SIZE": ""})
 @example(env=STEP | {"MASTER_ADDR": "n1"})
 @example(env=STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"})
 @example(env={"SLURM_STEP_NUM_TASKS": "2"})
@@ -106,6 +107,8 @@ def test_config_files(tmp_path, content):
 def test_launch_environment(env):
     of_trainer, _ = fuzz.outcome(trainer.launch_environment, dict(env), env=env)
     of_guard, _ = fuzz.outcome(guard.launch_environment, dict(env), env=env)
+    if of_trainer:
+        fuzz.outcome(trainer.cores_of_rank, env=env)
     if of_guard and of_trainer and of_trainer[2] > 1:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         assert [of_guard[name] for name in names] == list(of_trainer)
