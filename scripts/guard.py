@@ -679,6 +679,7 @@ class HangWatch:
         self.steps = 0
         self.found = threading.Event()  # a hang, on another rank
         self.over = threading.Event()  # the script has ended
+        self.is_reporting = threading.Event()
         # poll() has its own thread: a store call never returns if the store's server is stopped.
         self.threads = []
         for target in (self.watch, self.poll):
@@ -723,6 +724,7 @@ class HangWatch:
 
     def exit_all(self) -> None:
         """Print the stacks, exchange positions; the lowest rank that answers reports the hang."""
+        self.is_reporting.set()
         print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         own_note = {
@@ -797,6 +799,8 @@ class HangWatch:
         for thread in self.threads:  # a thread in C++ code would abort Python's shutdown
             thread.join(2)
         if error:
+            if self.is_reporting.is_set():  # the error is PyTorch's timeout of the same hang
+                self.threads[0].join(25)
             return
         time.sleep(0.2)  # so would gloo's threads (pytorch/pytorch#179291)
         with suppress(Exception):

@@ -1058,9 +1058,10 @@ def test_a_rank_that_does_not_call_init_process_group_is_named(tmp_path):
 
 
 def test_the_limit_of_init_process_group_is_its_timeout(tmp_path):
-    (tmp_path / "my_train.py").write_text(INIT.format(timeout=10))
+    """The report takes up to 5 s longer than the timeout: PyTorch's error waits for it."""
+    (tmp_path / "my_train.py").write_text(INIT.format(timeout=22))
     result = run(2, tmp_path / "my_train.py", env={"HANG_TIMEOUT": None})
-    assert "the others are in init_process_group; no progress for 9 s" in result.err[0], result.err
+    assert "the others are in init_process_group; no progress for 20 s" in result.err[0], result.err
 
 
 def test_hang_timeout_0_is_off_and_says_so(tmp_path):
