@@ -351,7 +351,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World) -> None:
             train_step(run, batches, sums)
             state.step += 1
             if run.coordinator.is_due(state.step):
-                stop, save = run.coordinator.agree(state, sums, run.learner.scaler)
+                stop, save = run.coordinator.agree(state, sums, run.learner)
                 if state.step == epoch_end or state.step % cfg.log_every_steps == 0:
                     log_interval(run, throughput)
                 if save and not stop and state.step < end:
@@ -536,7 +536,7 @@ def log_interval(run: Run, throughput: Throughput) -> None:
     for number, group in enumerate(run.learner.optimizer.param_groups):
         values[f"lr_{number}" if number else "lr"] = group["lr"]
     values["samples_per_second"] = samples_per_second
-    run.metrics.record("train", state.step, values)
+    run.metrics.record("train", state.step, values, weights=run.coordinator.weights)
 
 
 def report(task: Task, sums: dict[str, float]) -> dict[str, float]:
@@ -1246,14 +1246,14 @@ class ExactSums:
     def all_reduce(self, world: World, flags=()) -> tuple[dict[str, int], list[int]]:
         """(totals since the last call, flags), added over all ranks. Collective.
 
-        flags: integers, also as tensors, that travel with the digits, which saves a second
-        all_reduce. Waits for the GPU, once.
+        flags: integers or tensors of integers, that travel with the digits, which saves a second
+        all_reduce. They are returned as one list. Waits for the GPU, once.
         """
         if self.pending:
             self.split_pending()
         vectors = [self.digits.flatten()]
         for flag in flags:
-            vectors.append(self.as_tensor(flag).to(self.device, torch.int64).view(1))
+            vectors.append(self.as_tensor(flag).to(self.device, torch.int64).view(-1))
         vector = torch.cat(vectors)
         if world.world_size > 1:
             vector = vector.to(world.device)
@@ -1336,9 +1336,12 @@ class MetricsWriter:
         self.directory.replace_file(self.path.name, lambda file: file.writelines(kept))
         return last_kind
 
-    def record(self, kind: str, step: int, values: dict[str, float]) -> None:
-        """Write a line of JSON. If the disk is full, it is kept until the next one."""
-        record = {"kind": kind, "step": step, "time": time.time(), **values}
+    def record(self, kind: str, step: int, values: dict[str, float], **texts: str) -> None:
+        """Write a line of JSON. If the disk is full, it is kept until the next one.
+
+        texts: for metrics.jsonl only.
+        """
+        record = {"kind": kind, "step": step, "time": time.time(), **values, **texts}
         self.unwritten += json.dumps(record).encode() + b"\n"
         try:
             with self.path.open("ab", buffering=0) as file:
@@ -1730,6 +1733,8 @@ class Coordinator:
         self.synced_step = step
         self.synced_at = time.monotonic()
         self.skipped_steps = 0  # since the last sync without any
+        self.equal_step = step  # the last one after which all ranks had the same weights
+        self.weights = ""  # digest of rank 0's weights at the last sync
 
     def is_due(self, step: int) -> bool:
         """Whether to call agree() after this step. The same on all ranks."""
@@ -1742,7 +1747,7 @@ class Coordinator:
         every = self.cfg.checkpoint_every_steps
         return every is not None and step % every == 0
 
-    def agree(self, state: State, sums: ExactSums, scaler) -> tuple[bool, bool]:
+    def agree(self, state: State, sums: ExactSums, learner: Learner) -> tuple[bool, bool]:
         """Add the sums of all ranks to the state; decide (whether to stop, whether to save).
 
         Collective. Waits for the GPU, once.
@@ -1753,10 +1758,12 @@ class Coordinator:
         microseconds_per_step = int(1e6 * (now - self.synced_at) / steps)
         save_requested = self.world.rank == 0 and (self.directory / "SAVE").exists()
         # The scale is a power of two. To read it by itself would wait for the GPU a second time.
-        scale = scaler.scale(torch.ones((), device=self.world.device))
+        scale = learner.scaler.scale(torch.ones((), device=self.world.device))
         scale_exponent = scale.clamp(2.0**-126, 2.0**127).log2().round()  # neither 0 nor infinity
         flags = [self.stop_flag.poll(), save_requested, microseconds_per_step, scale_exponent]
-        totals, (stops, saves, microseconds, exponents) = sums.all_reduce(self.world, flags)
+        flags.append(self.digests(learner))
+        totals, results = sums.all_reduce(self.world, flags)
+        stops, saves, microseconds, exponents, *digests = results
         for name, total in totals.items():
             state.epoch_sums[name] += total
         seconds_per_step = microseconds / 1e6 / self.world.world_size  # the mean of all ranks
@@ -1765,8 +1772,38 @@ class Coordinator:
         self.next_sync = state.step + max(1, min(steps_until_sync, 2 * steps))
         self.synced_step = state.step
         self.synced_at = now
-        self.check_scale(scaler, exponents // self.world.world_size)  # the same on all ranks
+        self.check_replicas(state.step, digests)
+        exponent = exponents // self.world.world_size  # the same on all ranks
+        self.check_scale(learner.scaler, exponent)
         return stops > 0, saves > 0 or self.save_due(state.step)
+
+    def digests(self, learner: Learner) -> torch.Tensor:
+        """[world size]: the digest of this rank's weights at its rank; 0 where no other has them.
+
+        The other places are 0, so that a sum over all ranks has the digest of each rank.
+        """
+        digests = torch.zeros(self.world.world_size, dtype=torch.int64, device=self.world.device)
+        are_replicas = learner.ddp is not learner.model or self.cfg.reproducible
+        if are_replicas or self.world.world_size == 1:
+            digests[self.world.rank] = weights_digest(learner.model)
+        return digests
+
+    def check_replicas(self, step: int, digests: list[int]) -> None:
+        """UserError, before anything is saved, if a rank has other weights than the others."""
+        self.weights = f"{digests[0] % 2**64:016x}"
+        usual = max(digests, key=digests.count)
+        if digests.count(usual) == len(digests):
+            self.equal_step = step
+            return
+        ranks = [str(rank) for rank, digest in enumerate(digests) if digest != usual]
+        who = "the ranks have different weights"
+        if len(ranks) < len(digests) / 2:
+            plural = "s" if len(ranks) > 1 else ""
+            who = f"rank{plural} {', '.join(ranks)}: other weights than the other ranks"
+        when = f"after step {self.equal_step} they were equal, after step {step} no longer"
+        cause = "a memory error, or code that changes the weights of one rank only"
+        text = f"{who}; {when}: {cause}. Nothing is saved; the same command resumes"
+        raise UserError(text, "weights differ")
 
     def check_scale(self, scaler, exponent: int) -> None:
         """Report the steps that the scaler has skipped; each has halved the scale, 2**exponent."""
@@ -1783,6 +1820,22 @@ class Coordinator:
         if too_often:
             remedy = "lower --lr or set --clip-grad-norm"
             raise UserError(f"gradients are often not finite: {remedy}", "NaN")
+
+
+def weights_digest(model: nn.Module) -> torch.Tensor:
+    """The sum of the bits of all parameters, as integers that wrap around: exact in any order.
+
+    A single bit that differs gives another digest. Does not wait for the GPU.
+    """
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+    sums = []
+    for parameter in model.parameters():
+        size = parameter.element_size()
+        bits = parameter.detach().view(integers[size])
+        # On a CPU, PyTorch adds int32 as int64 20 times as slowly.
+        total = bits.sum(dtype=integers[max(size, 4)])
+        sums.append(total.long())
+    return torch.stack(sums).sum()
 
 
 def ignore_stop_signals(_worker: int) -> None:

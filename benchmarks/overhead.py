@@ -58,7 +58,7 @@ def rank(turns: int, directory: str, more: list[str]) -> None:
             trainer.train_step(run, batches, sums)
             run.state.step += 1
         if tolerant:
-            run.coordinator.agree(run.state, sums, run.learner.scaler)
+            run.coordinator.agree(run.state, sums, run.learner)
         else:
             sums.all_reduce(world)
         return (time.perf_counter() - began) / BLOCK
