@@ -355,7 +355,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World) -> None:
                 if state.step == epoch_end or state.step % cfg.log_every_steps == 0:
                     log_interval(run, throughput)
                 if save and not stop and state.step < end:
-                    run.writer.save(state, run.learner)
+                    run.writer.save(state, run.learner, automatic=save == "auto")
         run.writer.save(state, run.learner, final=stop or state.step == last_step)
         run_done = state.step == cfg.epochs * sampler.steps_per_epoch
         if state.step == epoch_end and (run_done or not stop):  # else the resumed run evaluates
@@ -592,7 +592,7 @@ def open_run(task: Task, cfg: argparse.Namespace, world: World) -> Run:
         directory=directory,
         writer=writer,
         metrics=MetricsWriter(cfg, directory),
-        coordinator=Coordinator(cfg, world, directory.path, sampler.steps_per_epoch, state.step),
+        coordinator=Coordinator(cfg, world, writer, sampler.steps_per_epoch, state.step),
     )
     start(run, path)
     needs_ddp = world.world_size > 1 and not cfg.reproducible
@@ -1366,9 +1366,9 @@ def tensorboard_tracker(directory: Path, step: int):
 
 
 # -------------------------------------------------------------------------------- CHECKPOINTS
-CHECKPOINT_NAME = re.compile(r"checkpoint_(epoch|step)_[0-9]+\.pt")
+CHECKPOINT_NAME = re.compile(r"checkpoint_((epoch|step)_[0-9]+|auto)\.pt")
 TEMPORARY_NAME = re.compile(
-    r"\.(checkpoint_(epoch|step)_[0-9]+\.pt|status\.json|config\.yaml|metrics\.jsonl)\..+\.tmp"
+    rf"\.({CHECKPOINT_NAME.pattern}|status\.json|config\.yaml|metrics\.jsonl)\..+\.tmp"
 )
 OWNER = re.compile(r"(attempt \S+, )?process [0-9]+ on \S+")  # an attempt is JOB.NUMBER
 
@@ -1485,6 +1485,11 @@ def open_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
+FIRST_AUTO_SECONDS = 60  # until the first automatic save: it is unknown how long one takes
+MIN_AUTO_SECONDS = 10  # between automatic saves
+AUTO_SHARE = 0.01  # of the time, at most, for automatic saves
+
+
 class CheckpointWriter:
     """Saves checkpoints and the status of the run, and deletes old checkpoints. For rank 0."""
 
@@ -1499,31 +1504,54 @@ class CheckpointWriter:
         self.saved_step = step
         self.failed_saves = 0  # in a row
         self.began = time.time()
+        self.last_save = time.monotonic()
+        self.auto_interval = FIRST_AUTO_SECONDS
+        self.auto_path = directory.path.resolve() / "checkpoint_auto.pt"
         self.saved: list[Path] = []
         if world.rank == 0:  # the directory may be on a disk of its node
-            self.saved = sorted(directory.checkpoints(), key=os.path.getmtime)
+            saved = sorted(directory.checkpoints(), key=os.path.getmtime)
+            self.saved = [path for path in saved if path != self.auto_path]
 
-    def save(self, state: State, learner: Learner, final: bool = False) -> None:
+    def auto_save_due(self) -> bool:
+        """Whether it is time for an automatic save: they take little of it. For rank 0."""
+        is_late = time.monotonic() - self.last_save > self.auto_interval
+        return is_late and self.cfg.checkpoint_every_steps is None
+
+    def save(self, state: State, learner: Learner, final=False, automatic=False) -> None:
         """checkpoint_epoch_N.pt at the end of an epoch, else checkpoint_step_N.pt.
 
-        If the disk is full, training continues, unless this is the final save or the third failure
-        in a row. Does nothing on other ranks.
+        An automatic save replaces the one before, checkpoint_auto.pt; the final save deletes it.
+        Does nothing on other ranks.
         """
         if self.world.rank != 0:
             return
+        began = time.monotonic()
         epoch, rest = divmod(state.step, self.steps_per_epoch)
         name = f"checkpoint_step_{state.step}" if rest else f"checkpoint_epoch_{epoch}"
+        if automatic:
+            name = self.auto_path.stem
         with suppress(OSError):  # there is none, or the directory is read-only
             (self.directory.path / "SAVE").unlink()
         content = self.content(name, state, learner)
         self.check_weights(content, learner.model)
+        self.save_if_possible(content, final)
+        self.last_save = time.monotonic()
+        self.auto_interval = max(MIN_AUTO_SECONDS, (self.last_save - began) / AUTO_SHARE)
+
+    def save_if_possible(self, content: dict, final: bool) -> None:
+        """If the disk is full, training continues, unless this is the final save or the third
+        failure in a row. Automatic saves are not counted.
+        """
         try:
             self.save_file(content)
         except UserError as error:
-            self.failed_saves += 1
+            if content["name"] != self.auto_path.stem:
+                self.failed_saves += 1
             if final or error.cause != "disk" or self.failed_saves == 3:
                 raise
             log(f"WARNING: {error}; training continues", sys.stderr)
+        if final:
+            self.auto_path.unlink(missing_ok=True)
 
     def save_file(self, content: dict) -> None:
         """Write the checkpoint and the status; delete checkpoints beyond --keep."""
@@ -1531,7 +1559,8 @@ class CheckpointWriter:
         self.directory.replace_file(path.name, functools.partial(torch.save, content))
         self.failed_saves = 0
         self.saved_step = content["global_step"]
-        self.saved = [old for old in self.saved if old != path] + [path]
+        if path != self.auto_path:
+            self.saved = [old for old in self.saved if old != path] + [path]
         for old in self.saved[: -self.cfg.keep]:
             old.unlink(missing_ok=True)
         self.write_status(self.saved_step, "running")
@@ -1720,11 +1749,12 @@ class Coordinator:
     The stop flags are part of the all_reduce of the metrics, which also shows that all ranks live.
     """
 
-    def __init__(self, cfg, world: World, directory: Path, steps_per_epoch: int, step: int):
+    def __init__(self, cfg, world: World, writer: CheckpointWriter, steps_per_epoch: int, step: int):
         self.cfg = cfg
         self.world = world
-        self.directory = directory
-        self.stop_flag = StopFlag(directory)
+        self.writer = writer
+        self.directory = writer.directory.path
+        self.stop_flag = StopFlag(self.directory)
         self.steps_per_epoch = steps_per_epoch
         self.last_step = cfg.epochs * steps_per_epoch
         if cfg.stop_at_step:
@@ -1747,8 +1777,10 @@ class Coordinator:
         every = self.cfg.checkpoint_every_steps
         return every is not None and step % every == 0
 
-    def agree(self, state: State, sums: ExactSums, learner: Learner) -> tuple[bool, bool]:
-        """Add the sums of all ranks to the state; decide (whether to stop, whether to save).
+    def agree(self, state: State, sums: ExactSums, learner: Learner) -> tuple[bool, str]:
+        """Add the sums of all ranks to the state; decide (whether to stop, what to save).
+
+        What to save: "step" if it is due or was requested, "auto" for an automatic save, or "".
 
         Collective. Waits for the GPU, once.
         """
@@ -1757,13 +1789,14 @@ class Coordinator:
         steps = max(1, state.step - self.synced_step)
         microseconds_per_step = int(1e6 * (now - self.synced_at) / steps)
         save_requested = self.world.rank == 0 and (self.directory / "SAVE").exists()
+        auto_save = self.world.rank == 0 and self.writer.auto_save_due()
         # The scale is a power of two. To read it by itself would wait for the GPU a second time.
         scale = learner.scaler.scale(torch.ones((), device=self.world.device))
         scale_exponent = scale.clamp(2.0**-126, 2.0**127).log2().round()  # neither 0 nor infinity
-        flags = [self.stop_flag.poll(), save_requested, microseconds_per_step, scale_exponent]
-        flags.append(self.digests(learner))
+        flags = [self.stop_flag.poll(), save_requested, auto_save]
+        flags += [microseconds_per_step, scale_exponent, self.digests(learner)]
         totals, results = sums.all_reduce(self.world, flags)
-        stops, saves, microseconds, exponents, *digests = results
+        stops, saves, auto_saves, microseconds, exponents, *digests = results
         for name, total in totals.items():
             state.epoch_sums[name] += total
         seconds_per_step = microseconds / 1e6 / self.world.world_size  # the mean of all ranks
@@ -1775,7 +1808,10 @@ class Coordinator:
         self.check_replicas(state.step, digests)
         exponent = exponents // self.world.world_size  # the same on all ranks
         self.check_scale(learner.scaler, exponent)
-        return stops > 0, saves > 0 or self.save_due(state.step)
+        save = "auto" if auto_saves else ""
+        if saves or self.save_due(state.step):
+            save = "step"
+        return stops > 0, save
 
     def digests(self, learner: Learner) -> torch.Tensor:
         """[world size]: the digest of this rank's weights at its rank; 0 where no other has them.
@@ -1983,7 +2019,7 @@ def build_parser(task: Task | None = None) -> Parser:
     add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
     add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
     add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
-    add("--checkpoint-every-steps", type=positive_int, help="also save every N steps [off]")
+    add("--checkpoint-every-steps", type=positive_int, help="save every N steps [automatic]")
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl or xccl on GPUs, else gloo]")
     add("--nodes", type=positive_int, help="fail unless there are this many nodes")

@@ -1,7 +1,12 @@
 """Damaged checkpoints are named and skipped; nothing that was saved is lost."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from harness import assert_same_state, launch, train
+
+import train_distributed as trainer
 
 
 def flip(path):
@@ -91,3 +96,61 @@ def test_half_a_record_in_the_metrics_is_dropped(tmp_path, tiny):
         file.write('{"kind": "train", "st')
     run = train(tmp_path / "run", 1, *tiny, "--batch-size=64", "--epochs=2")
     assert [record["epoch"] for record in run.records("epoch")] == [1, 2]
+
+
+# Automatic saves as often as possible; rank 0 crashes after a step.
+HURRY = """
+import os, time, train_distributed as trainer
+trainer.FIRST_AUTO_SECONDS = 0.0
+trainer.MIN_AUTO_SECONDS = 0.0
+trainer.AUTO_SHARE = 1.0
+def train_step(run, batches, sums, inner=trainer.train_step):
+    inner(run, batches, sums)
+    time.sleep(0.05)
+    if run.state.step == {last} and os.environ.get("RANK", "0") == "0":
+        os._exit(1)
+trainer.train_step = train_step
+"""
+
+
+def test_automatic_saves_replace_one_another_and_a_crash_loses_little(tmp_path, tiny, straight):
+    options = [*tiny, "--epochs=3", "--keep=1"]
+    crashed = launch(tmp_path / "run", 2, *options, before=HURRY.format(last=22))
+    assert crashed.codes[0] == 1
+    assert crashed.checkpoints() == {"checkpoint_auto", "checkpoint_epoch_1"}
+    step = crashed.checkpoint("checkpoint_auto")["global_step"]
+    assert 13 < step <= 22
+    resumed = train(tmp_path / "run", 2, *options)
+    assert f"checkpoint_auto.pt at step {step}" in resumed.out[0]
+    assert resumed.checkpoints() == {"checkpoint_epoch_3"}
+    assert_same_state(resumed.newest(), straight.newest())
+
+
+def test_with_checkpoint_every_steps_there_are_no_automatic_saves(tmp_path, tiny):
+    options = [*tiny, "--epochs=1", "--checkpoint-every-steps=1000"]
+    crashed = launch(tmp_path / "run", 2, *options, before=HURRY.format(last=8))
+    assert crashed.checkpoints() == set()
+
+
+@pytest.mark.parametrize(("seconds", "interval"), [(0.01, 10), (0.1, 10), (0.5, 50), (30, 3000)])
+def test_automatic_saves_take_one_percent_of_the_time(tmp_path, monkeypatch, seconds, interval):
+    """Seconds that a save takes -> seconds until the next. The first comes after a minute."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: clock.now)
+
+    def save_file(self, content):
+        clock.now += seconds
+
+    monkeypatch.setattr(trainer.CheckpointWriter, "save_file", save_file)
+    monkeypatch.setattr(trainer.CheckpointWriter, "content", lambda *_: {"name": "", "model": {}})
+    cfg = trainer.parse_config([])
+    directory = trainer.RunDirectory(str(tmp_path))
+    sampler = SimpleNamespace(steps_per_epoch=100)
+    writer = trainer.CheckpointWriter(directory, cfg, trainer.World(), {}, sampler, 0)
+    learner = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    for wait in (60, interval, interval):
+        clock.now += wait - 0.001
+        assert not writer.auto_save_due()
+        clock.now += 0.002
+        assert writer.auto_save_due()
+        writer.save(trainer.State(step=5), learner, automatic=True)
