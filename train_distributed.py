@@ -536,7 +536,9 @@ def log_interval(run: Run, throughput: Throughput) -> None:
     for number, group in enumerate(run.learner.optimizer.param_groups):
         values[f"lr_{number}" if number else "lr"] = group["lr"]
     values["samples_per_second"] = samples_per_second
-    run.metrics.record("train", state.step, values, weights=run.coordinator.weights)
+    if run.coordinator.weights:
+        values["weights"] = run.coordinator.weights
+    run.metrics.record("train", state.step, values)
 
 
 def report(task: Task, sums: dict[str, float]) -> dict[str, float]:
@@ -592,7 +594,7 @@ def open_run(task: Task, cfg: argparse.Namespace, world: World) -> Run:
         directory=directory,
         writer=writer,
         metrics=MetricsWriter(cfg, directory),
-        coordinator=Coordinator(cfg, world, writer, sampler.steps_per_epoch, state.step),
+        coordinator=Coordinator(cfg, world, writer),
     )
     start(run, path)
     needs_ddp = world.world_size > 1 and not cfg.reproducible
@@ -1336,12 +1338,9 @@ class MetricsWriter:
         self.directory.replace_file(self.path.name, lambda file: file.writelines(kept))
         return last_kind
 
-    def record(self, kind: str, step: int, values: dict[str, float], **texts: str) -> None:
-        """Write a line of JSON. If the disk is full, it is kept until the next one.
-
-        texts: for metrics.jsonl only.
-        """
-        record = {"kind": kind, "step": step, "time": time.time(), **values, **texts}
+    def record(self, kind: str, step: int, values: dict[str, float | str]) -> None:
+        """Write a line of JSON. If the disk is full, it is kept until the next one."""
+        record = {"kind": kind, "step": step, "time": time.time(), **values}
         self.unwritten += json.dumps(record).encode() + b"\n"
         try:
             with self.path.open("ab", buffering=0) as file:
@@ -1349,8 +1348,12 @@ class MetricsWriter:
                 self.unwritten = self.unwritten[written:]
         except OSError as error:
             log(f"WARNING: cannot write metrics yet: {error}", sys.stderr)
+        numbers = {}
+        for name, value in values.items():
+            if not isinstance(value, str):
+                numbers[f"{kind}/{name}"] = value
         for track in self.trackers:
-            track({f"{kind}/{name}": value for name, value in values.items()}, step)
+            track(numbers, step)
 
 
 def tensorboard_tracker(directory: Path, step: int):
@@ -1749,22 +1752,22 @@ class Coordinator:
     The stop flags are part of the all_reduce of the metrics, which also shows that all ranks live.
     """
 
-    def __init__(self, cfg, world: World, writer: CheckpointWriter, steps_per_epoch: int, step: int):
+    def __init__(self, cfg, world: World, writer: CheckpointWriter):
         self.cfg = cfg
         self.world = world
         self.writer = writer
         self.directory = writer.directory.path
         self.stop_flag = StopFlag(self.directory)
-        self.steps_per_epoch = steps_per_epoch
-        self.last_step = cfg.epochs * steps_per_epoch
+        self.steps_per_epoch = writer.steps_per_epoch
+        self.last_step = cfg.epochs * self.steps_per_epoch
         if cfg.stop_at_step:
             self.last_step = min(self.last_step, cfg.stop_at_step)
-        self.next_sync = step
-        self.synced_step = step
+        self.next_sync = writer.start_step
+        self.synced_step = writer.start_step
         self.synced_at = time.monotonic()
         self.skipped_steps = 0  # since the last sync without any
-        self.equal_step = step  # the last one after which all ranks had the same weights
-        self.weights = ""  # digest of rank 0's weights at the last sync
+        self.equal_step = writer.start_step  # the last one with the same weights on all ranks
+        self.weights = ""  # digest of rank 0's weights at the last sync; "": not compared
 
     def is_due(self, step: int) -> bool:
         """Whether to call agree() after this step. The same on all ranks."""
@@ -1826,7 +1829,7 @@ class Coordinator:
 
     def check_replicas(self, step: int, digests: list[int]) -> None:
         """UserError, before anything is saved, if a rank has other weights than the others."""
-        self.weights = f"{digests[0] % 2**64:016x}"
+        self.weights = f"{digests[0] % 2**64:016x}" if digests[0] else ""
         usual = max(digests, key=digests.count)
         if digests.count(usual) == len(digests):
             self.equal_step = step
