@@ -619,7 +619,8 @@ def start(run: Run, path: Path | None) -> None:
         limit = f"--epochs {cfg.epochs}"
         if cfg.stop_at_step and cfg.stop_at_step < cfg.epochs * steps_per_epoch:
             limit = f"--stop-at-step {cfg.stop_at_step}"
-        log_on_rank_0(world, f"Nothing to train: step {step} is the end of {limit}")
+        where = "the end" if step == run.coordinator.last_step else "after the end"
+        log_on_rank_0(world, f"Nothing to train: step {step} is {where} of {limit}")
 
 
 def finish(run: Run) -> None:
@@ -634,7 +635,8 @@ def finish(run: Run) -> None:
     total = run.cfg.epochs * run.sampler.steps_per_epoch
     ending = "finished" if step >= total else "stopped"
     path = run.directory.path
-    log_on_rank_0(world, f"{ending.title()} at step {step} of {total}, saved in {path}")
+    position = f"step {step} of {total}" if step <= total else f"step {step}"
+    log_on_rank_0(world, f"{ending.title()} at {position}, saved in {path}")
     # The others wait here: a launcher may end all ranks when one exits.
     on_rank_0(world, run.writer.write_status, step, ending, reason)
 
@@ -1692,7 +1694,8 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> Pred
     checkpoint = load_checkpoint(Path(path))
     name = type(task).__name__
     if checkpoint["task"] != name:
-        raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass task=...")
+        text = f"{path} is of the task {checkpoint['task']}, not {name}"
+        raise UserError(f"{text}: use the script that trained it, or load_model(..., task=...)")
     task.spec = checkpoint["spec"]
     model = task.model(argparse.Namespace(**checkpoint["config"]))
     model.load_state_dict(checkpoint["model"])
@@ -2088,9 +2091,9 @@ def parse_config(argv: list[str], parser: Parser | None = None) -> argparse.Name
 def read_config(file: str, parser: Parser) -> list[str]:
     """The words of a command line for a YAML file like `epochs: 5`."""
     example = "it needs lines like `epochs: 5`"
+    if not Path(file).is_file():
+        raise UserError("it is not a file" if Path(file).exists() else "there is no such file")
     with explain(example, OSError, UnicodeError, yaml.YAMLError):
-        if not Path(file).is_file():
-            raise FileNotFoundError("No such file")
         # A tree of strings: `amp: off` stays "off", and nothing in the file is executed.
         root = yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
     if root is None:

@@ -63,7 +63,12 @@ def test_a_mistake_in_a_config_file_names_file_and_key(tmp_path, text, expected)
 
 def test_a_missing_config_file_is_named(tmp_path):
     message = refuse(tmp_path / "r", "--config=absent.yaml")
-    assert message.startswith("absent.yaml: it needs lines like ") and "No such file" in message
+    assert message == "absent.yaml: there is no such file"
+
+
+def test_a_directory_is_no_config_file(tmp_path):
+    message = refuse(tmp_path / "r", f"--config={tmp_path}")
+    assert message == f"{tmp_path}: it is not a file"
 
 
 def test_yaml_tags_are_not_executed(tmp_path):

@@ -78,7 +78,8 @@ def test_a_model_of_another_task_is_refused(trained):
     path = trained.directory / "checkpoint_epoch_1.pt"
     with pytest.raises(UserError) as refused:
         load_model(path, Other())
-    assert str(refused.value) == f"{path} is of the task Task, not Other: pass task=..."
+    remedy = "use the script that trained it, or load_model(..., task=...)"
+    assert str(refused.value) == f"{path} is of the task Task, not Other: {remedy}"
 
 
 def test_evaluate_does_not_ask_for_the_nodes_of_the_training(tmp_path, tiny):

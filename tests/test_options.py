@@ -344,6 +344,9 @@ def test_a_finished_run_says_so_and_more_epochs_extend_it(tmp_path, tiny):
     assert again.checkpoints() == {"checkpoint_epoch_1"}
     more = train(tmp_path / "run", 2, *tiny, "--epochs=2")
     assert [record["epoch"] for record in more.records("epoch")] == [1, 2]
+    fewer = train(tmp_path / "run", 2, *tiny, "--epochs=1")
+    assert "\nNothing to train: step 26 is after the end of --epochs 1\n" in fewer.out[0]
+    assert f"Finished at step 26, saved in {run.directory}\n" in fewer.out[0]
 
 
 def test_resume_from_a_file_into_another_directory(tmp_path, tiny):
