@@ -100,15 +100,15 @@ def compare_records(a: Path, b: Path) -> tuple[bool, list[str]]:
         lines = equal_until(common[:number])
         lines += first_difference(first, ours[first], theirs[first], a, b)
         later = len(common) - number - 1
-        lines.append(f"Of the {later} later records, {len(different) - 1} differ.")
+        lines.append(f"Of {count(later)} after it, {len(different) - 1} differ.")
     else:
         first_step = common[0][1]
         last_step = common[-1][1]
-        lines = [f"Equal: all {len(common)} records, from step {first_step} to step {last_step}."]
+        lines = [f"Equal: {count(len(common))}, from step {first_step} to step {last_step}."]
     for path, records in ((a, ours), (b, theirs)):
         only = len(records) - len(common)
         if only:
-            lines.append(f"Not compared: {only} records that only {path} has.")
+            lines.append(f"Not compared: {count(only)} that only {path} has.")
     return not different, lines
 
 
@@ -200,7 +200,11 @@ def equal_until(equal: list[tuple[str, int]]) -> list[str]:
     if not equal:
         return ["No record before the first difference is equal."]
     kind, step = equal[-1]
-    return [f"Equal up to the {shown(kind)} record of step {step} ({len(equal)} records)."]
+    return [f"Equal up to the {shown(kind)} record of step {step} ({count(len(equal))})."]
+
+
+def count(records: int) -> str:
+    return "1 record" if records == 1 else f"{records} records"
 
 
 def steps_of(records: dict[tuple[str, int], dict]) -> str:
@@ -332,8 +336,8 @@ def compare_checkpoints(a: Path, b: Path) -> tuple[bool, list[str]]:
     different = [name for name in tensors if not same_bits(ours.get(name), theirs.get(name))]
     value_lines = values_that_differ("Values", ours, theirs, values)
     if different:
-        first = different[0]
-        lines = first_tensor(first, ours.get(first), theirs.get(first), a, b)
+        name = different[0]
+        lines = first_tensor(name, ours.get(name), theirs.get(name), a, b)
         lines.append(f"Of {len(tensors)} tensors, {len(different)} differ.")
     else:
         others = "" if value_lines else f" and {len(values)} other values"
@@ -354,12 +358,13 @@ def load_checkpoint(path: Path):
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load() ignores the CRC-32
-        if damaged:
-            raise ValueError(f"wrong CRC-32 of {damaged}")
-        return torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        content = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     except Exception as error:  # a file can be damaged in many ways
         cause = f"{type(error).__name__}: {error}"
         raise UserError(f"{path} is damaged or not a checkpoint ({cause})") from None
+    if damaged:
+        raise UserError(f"{path} is damaged: its record {damaged} has the wrong CRC-32")
+    return content
 
 
 def pop_options(content) -> dict:

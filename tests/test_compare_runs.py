@@ -103,11 +103,12 @@ def test_an_injected_difference_is_found_at_the_exact_record(tmp_path, run, copy
         assert decimal == repr(record[field]) if field in record else decimal == "absent"
         if isinstance(record.get(field), float) and math.isfinite(record[field]):
             assert float.fromhex(line.split()[2]) == record[field]
-    assert f"Of the {len(before) - first - 1} later records, {differing - 1} differ." in lines
+    later = compare_runs.count(len(before) - first - 1)
+    assert f"Of {later} after it, {differing - 1} differ." in lines
     if first:
         last = before[first - 1]
-        text = f"Equal up to the {last['kind']} record of step {last['step']} ({first} records)."
-        assert lines[0] == text
+        text = f"Equal up to the {last['kind']} record of step {last['step']}"
+        assert lines[0] == f"{text} ({compare_runs.count(first)})."
     else:
         assert lines[0] == "No record before the first difference is equal."
 
@@ -117,7 +118,7 @@ def test_equal_runs_are_equal_although_their_times_differ(run, copy):
     code, lines = compare(run, copy)
     name = "checkpoint_epoch_2.pt"
     hint = f"python scripts/compare_runs.py {run / name} {copy / name}"
-    equal = "Equal: all 54 records, from step 1 to step 52."
+    equal = "Equal: 54 records, from step 1 to step 52."
     assert (code, lines) == (0, [equal, f"To compare the weights: {hint}"])
 
 
@@ -128,12 +129,12 @@ def test_only_steps_that_both_have_are_compared_and_the_last_record_of_a_step_co
     write(copy, [*records[20:26], *wrong, *records[27:]])
     _, lines = compare_runs.compare(run, copy)
     assert lines[:2] == [
-        "Equal: all 33 records, from step 21 to step 52.",
+        "Equal: 33 records, from step 21 to step 52.",
         f"Not compared: 21 records that only {run} has.",
     ]
     write(copy, [*records, *wrong])
     is_equal, lines = compare_runs.compare(run, copy)
-    assert not is_equal and "Of the 23 later records, 1 differ." in lines
+    assert not is_equal and "Of 23 records after it, 1 differ." in lines
 
 
 def test_nan_equals_nan(run, copy):
@@ -248,6 +249,9 @@ def test_user_errors_are_one_sentence(tmp_path, run):
     (tmp_path / "early.jsonl").write_text('{"kind": "train", "step": 99}\n')
     (tmp_path / "damaged.pt").write_bytes((run / "checkpoint_epoch_1.pt").read_bytes()[:-99])
     checkpoint = run / "checkpoint_epoch_1.pt"
+    flipped = bytearray(checkpoint.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    (tmp_path / "flipped.pt").write_bytes(flipped)
     for words, message in (
         ([run], "it needs two run directories, two metrics.jsonl or two checkpoints"),
         ([run, tmp_path / "absent"], f"{tmp_path}/absent does not exist: "),
@@ -257,6 +261,7 @@ def test_user_errors_are_one_sentence(tmp_path, run):
         ([run, tmp_path / "early.jsonl"], f"{run} and {tmp_path}/early.jsonl have no record of "),
         ([run, checkpoint], f"{run} and {checkpoint}: only one of them is a checkpoint; "),
         ([checkpoint, tmp_path / "damaged.pt"], f"{tmp_path}/damaged.pt is damaged or not a "),
+        ([tmp_path / "flipped.pt", checkpoint], f"{tmp_path}/flipped.pt is damaged: its record "),
     ):
         command = [sys.executable, SCRIPT, *words]
         result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -293,7 +298,7 @@ def test_a_part_of_a_run_on_five_ranks_is_replayed_on_one(tmp_path, tiny):
     start = f"--resume={run}/checkpoint_step_2.pt"
     replay = train(tmp_path / "replay", 1, *options, start, "--stop-at-step=4").directory
     code, lines = compare(run, replay)
-    assert (code, lines[0]) == (0, "Equal: all 2 records, from step 3 to step 4.")
+    assert (code, lines[0]) == (0, "Equal: 2 records, from step 3 to step 4.")
     assert "World sizes: 5 and 1" in lines
     name = "checkpoint_step_4.pt"
     assert f"compare_runs.py {run / name} {replay / name}" in lines[-1]
