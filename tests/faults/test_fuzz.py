@@ -252,11 +252,15 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
 
 
 @cases(0.03)
-@given(LINES)
-@example(lines=['{"kind": "train", "step": 1, "loss": [[]]}'])
-@example(lines=['{"kind": "epoch", "step": 1, "test_accuracy": null}'])
-def test_records_of_plot_metrics(tmp_path, lines):
+@given(LINES, st.lists(fuzz.records([ATTEMPT, ATTEMPT | {"cause": "hang"}]), max_size=4))
+@example(lines=['{"kind": "train", "step": 1, "loss": [[]]}'], attempts=[])
+@example(lines=['{"kind": "epoch", "step": 1, "test_accuracy": null}'], attempts=[])
+@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"cause": "$x_"})])
+@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"end": 1e308})])
+@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"end": float("nan")})])
+def test_records_of_plot_metrics(tmp_path, lines, attempts):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "attempts.jsonl").write_text("\n".join(attempts))
     output = tmp_path / "metrics.png"
 
     def draw():
