@@ -6,7 +6,8 @@
 
 A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
 metrics.jsonl. Dots: the test set after each epoch. A loss has a logarithmic scale if it is always
-positive; shares whose name ends in "accuracy" are in percent.
+positive; shares whose name ends in "accuracy" are in percent. If scripts/supervise.py has kept the
+run going, a bar below shows when each attempt ran, and how it ended.
 """
 
 import argparse
@@ -15,9 +16,14 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 NOT_METRICS = re.compile(r"kind|step|time|epoch|lr(_\d+)?|samples_per_second")
 COLUMNS = 3  # panels side by side at most
+NEVER = 10**11  # seconds since 1970: no attempt ends later
+# Colors of how an attempt ended.
+GOOD_ENDS = {"finished": "tab:green", "stopped": "tab:olive", "ended": "tab:gray"}
+CRASHES = ["tab:red", "tab:orange", "tab:purple", "tab:brown", "tab:pink", "tab:cyan", "black"]
 
 
 class UserError(Exception):
@@ -59,6 +65,7 @@ class Run:
                 self.epochs.append(record)
         if not self.metrics():
             raise UserError(f"{path} has no records yet")
+        self.attempts = read_attempts(directory)
 
     def metrics(self) -> list[str]:
         """Their names, as in Task.report(): in the order of the file, the loss first."""
@@ -77,6 +84,34 @@ class Run:
 
     def test_points(self, name: str) -> list[tuple[int, float]]:
         return points(self.epochs, f"test_{name}")
+
+
+class Attempt(NamedTuple):
+    """A line of attempts.jsonl: an attempt of scripts/supervise.py that has ended."""
+
+    start: float  # seconds since 1970
+    end: float
+    cause: str
+
+
+def read_attempts(directory: Path) -> list[Attempt]:
+    """Nothing if there is no attempt log; without lines that are damaged or of another program."""
+    path = directory / "attempts.jsonl"
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    attempts = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(record, dict):
+            continue
+        start, end, cause = (record.get(name) for name in ("start", "end", "cause"))
+        if not is_number(start) or not is_number(end) or not 0 <= start <= end < NEVER:
+            continue  # it is still running, or is not ours
+        if isinstance(cause, str) and re.fullmatch("[A-Za-z ]{1,30}", cause):
+            attempts.append(Attempt(start, end, cause))
+    return sorted(attempts)
 
 
 def points(records: list[dict], key: str) -> list[tuple[int, float]]:
@@ -109,10 +144,19 @@ def draw(runs: list[Run], output: Path) -> None:
     names = loss_first(list(dict.fromkeys(all_names)))
     columns = min(len(names), COLUMNS)
     rows = math.ceil(len(names) / columns)
-    size = (5.5 * columns, 4.2 * rows)
+    supervised = [run for run in runs if run.attempts]
+    heights = [3.4] * rows  # inches
+    if supervised:
+        heights.append(0.3 * len(supervised))
+    labels = 0.8 * len(heights)  # inches: titles, numbers of the axes
+    size = (5.5 * columns, sum(heights) + labels)
     figure = pyplot.figure(figsize=size, layout="constrained")
-    for number, name in enumerate(names, start=1):
-        draw_panel(figure.add_subplot(rows, columns, number), name, runs)
+    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+    for number, name in enumerate(names):
+        place = grid[number // columns, number % columns]
+        draw_panel(figure.add_subplot(place), name, runs)
+    if supervised:
+        draw_attempts(figure.add_subplot(grid[rows, :]), supervised, has_names=len(runs) > 1)
     try:
         figure.savefig(output, dpi=120)
     except (OSError, ValueError) as error:  # ValueError: a file format it does not know
@@ -154,6 +198,39 @@ def draw_panel(axes, name: str, runs: list[Run]) -> None:
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()
+
+
+def next_color(cause: str, colors: dict[str, str]) -> str:
+    """The color of a cause that has none yet; crashes after each other get different ones."""
+    crashes = [known for known in colors if known not in GOOD_ENDS]
+    return GOOD_ENDS.get(cause, CRASHES[len(crashes) % len(CRASHES)])
+
+
+def draw_attempts(axes, runs: list[Run], has_names: bool) -> None:
+    """A row for each run: when its attempts ran, since the start of the first one."""
+    longest = max(run.attempts[-1].end - run.attempts[0].start for run in runs)
+    unit, seconds = ("hours", 3600) if longest > 2 * 3600 else ("minutes", 60)
+    colors = {}  # of the causes that have been drawn
+    for row, run in enumerate(runs):
+        first = run.attempts[0].start
+        for attempt in run.attempts:
+            is_new = attempt.cause not in colors
+            if is_new:
+                colors[attempt.cause] = next_color(attempt.cause, colors)
+            left = (attempt.start - first) / seconds
+            width = (attempt.end - attempt.start) / seconds
+            color = colors[attempt.cause]
+            bar = axes.barh(row, width, left=left, color=color, edgecolor="black", lw=0.5)
+            if is_new:
+                bar.set_label(attempt.cause)
+    axes.set_title("Attempts", loc="left")
+    axes.set_xlabel(unit)
+    axes.set_yticks([])
+    if has_names:
+        axes.set_yticks(range(len(runs)), [run.directory.name for run in runs])
+    axes.invert_yaxis()  # the first run above
+    # Above the bars, beside the title.
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize="small", frameon=False)
 
 
 def main() -> int:

@@ -50,6 +50,7 @@ PASS_ON = {
     ("plan.py", "main"),  # a UserError
     ("plot_metrics.py", "main"),  # the same
     ("plot_metrics.py", "error"),  # of argparse
+    ("compare_runs.py", "main"),  # a UserError
     ("launch.py", "say"),
     *((path.name, "bash") for path in BASH),  # fail() and report_failure()
 }

@@ -26,6 +26,7 @@ supervise = load(REPO / "scripts/supervise.py")
 preflight = load(REPO / "scripts/preflight.py")
 plan = load(REPO / "scripts/plan.py")
 plot_metrics = load(REPO / "scripts/plot_metrics.py")
+compare_runs = load(REPO / "scripts/compare_runs.py")
 
 RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
 STEP_VARIABLES = ["SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
@@ -70,7 +71,7 @@ def in_an_empty_directory(tmp_path, monkeypatch):
 PARSER = trainer.build_parser()
 
 
-@cases(0.25)
+@cases(0.22)
 @given(fuzz.command_lines(PARSER))
 @example(words=["--evaluate="])
 @example(words=["--checkpoint-dir=null"])
@@ -188,6 +189,9 @@ def test_run_directories(tmp_path, run_directory, damaged, resume):
         if intact:  # a flipped byte may change nothing that is read
             assert STEPS[found.name] >= max(STEPS[name] for name in intact)
     fuzz.outcome(plot_metrics.Run, run)
+    fuzz.outcome(compare_runs.compare, run, run_directory)
+    for name in CHECKPOINTS:
+        fuzz.outcome(compare_runs.compare, run_directory / name, run / name)
 
 
 def open_run_directory(path: Path, resume: str) -> Path | None:
@@ -248,17 +252,40 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
 
 
 @cases(0.03)
-@given(LINES)
-@example(lines=['{"kind": "train", "step": 1, "loss": [[]]}'])
-@example(lines=['{"kind": "epoch", "step": 1, "test_accuracy": null}'])
-def test_records_of_plot_metrics(tmp_path, lines):
+@given(LINES, st.lists(fuzz.records([ATTEMPT, ATTEMPT | {"cause": "hang"}]), max_size=4))
+@example(lines=['{"kind": "train", "step": 1, "loss": [[]]}'], attempts=[])
+@example(lines=['{"kind": "epoch", "step": 1, "test_accuracy": null}'], attempts=[])
+@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"cause": "$x_"})])
+@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"end": 1e308})])
+@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"end": float("nan")})])
+def test_records_of_plot_metrics(tmp_path, lines, attempts):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "attempts.jsonl").write_text("\n".join(attempts))
     output = tmp_path / "metrics.png"
 
     def draw():
         plot_metrics.draw([plot_metrics.Run(tmp_path)], output)
 
     fuzz.outcome(draw)
+
+
+@cases(0.03)
+@given(LINES, LINES)
+@example(lines=['{"kind": "train", "step": true}'], others=['{"kind": [], "step": 1}'])
+@example(lines=["[" * 100_000], others=[json.dumps(METRIC)])
+@example(lines=[json.dumps(METRIC)], others=[json.dumps(METRIC | {"loss\n": {"a": [0.5]}})])
+def test_records_of_compare_runs(tmp_path, lines, others):
+    paths = []
+    for name, text in (("a", lines), ("b", others)):
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("\n".join(text))
+
+    result, refusal = fuzz.outcome(compare_runs.compare, *paths)
+
+    if not refusal:
+        is_equal, printed = result
+        assert all(line.isprintable() for line in printed)
+        assert compare_runs.compare(paths[1], paths[0])[0] == is_equal
 
 
 @cases(0.02)
