@@ -1604,6 +1604,7 @@ class CheckpointWriter:
             "global_step": step,
             "saved_step": self.saved_step,
             "world_size": self.world.world_size,
+            "pytorch": torch.__version__,
             "began": self.began,
             "time": time.time(),
         }

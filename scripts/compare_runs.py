@@ -8,9 +8,9 @@ A and B are two run directories, two files metrics.jsonl, or two checkpoints.
 Records of the same kind and step are compared, bit for bit, except for the fields time and
 samples_per_second; NaN equals NaN. If a file has two records of a step, the last one counts. A
 record is a mean over the steps since the one before it: compare runs with the same
---log-every-steps. Of two run directories, the options of their last launches (config.yaml) and the
-world sizes (attempts.jsonl, status.json) that differ are also printed. They do not change the exit
-code. The version of PyTorch is not recorded there: the first lines of the output of a run name it.
+--log-every-steps. Of two run directories, the options (config.yaml), PyTorch versions (status.json)
+and world sizes (attempts.jsonl, status.json) that differ are also printed: of their last launches,
+world sizes of all. They do not change the exit code.
 
 Of two checkpoints, all tensors and all other values are compared, bit for bit.
 
@@ -225,6 +225,10 @@ def compare_launches(a: Path, b: Path) -> list[str]:
     else:
         missing = b if ours else a
         lines.append(f"Options: not compared, because {missing} has no config.yaml.")
+    our_version = read_status(a).get("pytorch", "unknown")
+    their_version = read_status(b).get("pytorch", "unknown")
+    if our_version != their_version:
+        lines.append(f"PyTorch: {shown(str(our_version))} and {shown(str(their_version))}")
     our_sizes = world_sizes(a)
     their_sizes = world_sizes(b)
     if our_sizes != their_sizes:

@@ -75,6 +75,8 @@ def change(draw: random.Random, record: dict, name: str) -> None:
         record.pop(name, None)
     elif kind == "nan":
         record[name] = math.nan
+    elif isinstance(value, str):  # the digest of the weights
+        record[name] = value[:-1] + ("1" if value[-1] == "0" else "0")
     elif kind == "sign":
         record[name] = -value or -0.0
     else:
@@ -155,12 +157,15 @@ def test_options_and_world_sizes_that_differ_are_printed(run, copy):
     (copy / "config.yaml").write_text(text.replace("\nlr: 0.05\n", "\nlr: 0.1\nclasses:\n- a\n"))
     attempts = [{"attempt": "1.1", "world_size": 4}, {"attempt": "1.2", "world_size": 3}]
     (copy / "attempts.jsonl").write_text("\n".join(map(json.dumps, attempts)) + "\n{")
+    status = json.loads((copy / "status.json").read_text())
+    (copy / "status.json").write_text(json.dumps(status | {"pytorch": "2.4.1"}))
     code, lines = compare(run, copy)
     assert code == 0  # the records are equal
-    assert lines[1:5] == [
+    assert lines[1:6] == [
         "Options that differ:",
         "  lr: 0.05 and 0.1",
         "  classes: absent and - a",
+        f"PyTorch: {torch.__version__} and 2.4.1",
         "World sizes: 1 and 4, then 3, then 1",
     ]
     (copy / "config.yaml").write_text(text.replace("log_every_steps: 1", "log_every_steps: 2"))
