@@ -362,7 +362,7 @@ def load_checkpoint(path: Path):
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load() ignores the CRC-32
-        content = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        content = torch.load(str(path), mmap=True, map_location="cpu", weights_only=True)
     except Exception as error:  # a file can be damaged in many ways
         cause = f"{type(error).__name__}: {error}"
         raise UserError(f"{path} is damaged or not a checkpoint ({cause})") from None
