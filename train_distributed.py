@@ -1309,7 +1309,8 @@ class MetricsWriter:
 
     def open(self, step: int) -> bool:
         """Prepare to record the steps after this one. Returns whether this one was evaluated."""
-        config = yaml.safe_dump(vars(self.cfg)).encode()
+        options = {name: value for name, value in vars(self.cfg).items() if name != "config"}
+        config = yaml.safe_dump(options).encode()
         self.directory.replace_file("config.yaml", lambda file: file.write(config))
         last_kind = self.delete_later_records(step)
         if self.cfg.tensorboard:

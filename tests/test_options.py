@@ -328,10 +328,12 @@ def test_the_run_directory_holds_the_resolved_options_and_how_the_run_ended(plai
 
 
 def test_a_config_of_a_run_trains_the_same_run_elsewhere(tmp_path, tiny, plain):
-    config = f"--config={plain.directory}/config.yaml"
-    again = train(tmp_path / "run", 2, config)
+    """Also that of a run which was itself started with such a file."""
     end = "checkpoint_epoch_1"
-    assert_same_state(again.checkpoint(end), plain.checkpoint(end))
+    again = plain
+    for name in ("second", "third"):
+        again = train(tmp_path / name, 2, f"--config={again.directory}/config.yaml")
+        assert_same_state(again.checkpoint(end), plain.checkpoint(end))
 
 
 def test_a_finished_run_says_so_and_more_epochs_extend_it(tmp_path, tiny):
