@@ -129,6 +129,22 @@ def test_scaling_compares_predictions_with_measurements(tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 5000
 
 
+def test_what_a_rank_sends_and_reads_does_not_grow_with_the_number_of_ranks(tmp_path):
+    """Of the rank check and of the hang report, in which all positions are read once."""
+    out = run(tmp_path, "ranks_at_scale.py", "--ranks", "16", "48", "--output=growth.png")
+    rows = re.findall(r"^\| now \| (\d+) \| .* \| ([\d.]+) kB \| [\d,]+ \| (.*) \|$", out, re.M)
+    assert [(size, notes) for size, _, notes in rows] == [
+        ("16", ""),
+        ("48", ""),
+        ("16", "16"),
+        ("48", "48"),
+    ]
+    check_16, check_48, hang_16, hang_48 = [float(kilobytes) for _, kilobytes, _ in rows]
+    assert check_48 < 1.5 * check_16 and hang_48 < 1.5 * hang_16
+    assert out.count("| now, extrapolated | 10,000 | ") == 2
+    assert (tmp_path / "growth.png").stat().st_size > 5000
+
+
 ON_GPU = [REPO / "benchmarks/on_gpu.sh", "--cpu"]
 
 
