@@ -5,7 +5,7 @@
     python benchmarks/ranks_at_scale.py --before old/guard.py --ranks 64 256 512
 
 Each rank is a thread with its own connection to a real TCPStore, served by rank 0; eight ranks are
-a host. The functions are those of guard.py; only what a rank knows about itself is made up: its
+a host. The functions are those of guard.py; only what a rank knows about itself is simulated: its
 rank info, and its position in a hang, in which the last rank is at fault. All threads share the
 cores of this machine, so that the seconds are an upper limit for a cluster, where each rank has its
 own; the bytes are the same there. The output is a Markdown table, and a plot:
@@ -17,7 +17,8 @@ own; the bytes are the same there. The output is a Markdown table, and a plot:
     requests  calls of the store by all ranks
     notes     how many ranks' positions rank 0 has read for the error message
 
-The rows for 10,000 ranks are extrapolated from the two largest measured: a power law.
+The rows for 10,000 ranks are extrapolated from the smallest and the largest number of ranks, by a
+power law. Seconds are not: they are those of this machine.
 """
 
 import argparse
@@ -40,7 +41,7 @@ PROCESSES = 4  # at most, besides the one of rank 0's host
 HOSTS = 16  # in a process, if that takes fewer of them
 LARGEST = 10_000  # extrapolated
 PARTS = ["rank check", "hang"]
-FACTS = ["seconds", "cpu", "sent", "requests"]
+GROWTH = {"cpu": "rank 0: CPU seconds", "sent": "bytes sent"}  # plotted
 BUCKETS = [2_359_296, 4_720_640, 7_079_936, 11_397_096]  # gradients of ResNet-50 in DDP
 COLLECTIVE = 4000  # the first incomplete one
 
@@ -279,11 +280,11 @@ def run_part(processes: list[subprocess.Popen], part: str) -> dict:
 
 
 def extrapolate(sizes: list[int], figures: list[float]) -> float:
-    """The figure at LARGEST, on the power law through the last two."""
-    first, last = sizes[-2:]
-    low, high = figures[-2:]
-    exponent = math.log(high / low) / math.log(last / first) if low > 0 else 1
-    return high * (LARGEST / last) ** exponent
+    """The figure at LARGEST, on the power law through the first and the last."""
+    low = figures[0]
+    high = figures[-1]
+    exponent = math.log(high / low) / math.log(sizes[-1] / sizes[0])
+    return high * (LARGEST / sizes[-1]) ** exponent
 
 
 def print_table(part: str, contestants: dict[str, dict[int, dict]]) -> None:
@@ -295,8 +296,8 @@ def print_table(part: str, contestants: dict[str, dict[int, dict]]) -> None:
             facts = results[size][part]
             print_row(name, size, facts, notes_read(facts) if part == "hang" else "")
         if len(sizes) > 1:
-            facts = {}
-            for fact in FACTS:
+            facts = {"seconds": math.nan}
+            for fact in ("cpu", "sent", "requests"):
                 facts[fact] = extrapolate(sizes, [results[size][part][fact] for size in sizes])
             print_row(f"{name}, extrapolated", LARGEST, facts, "")
 
@@ -307,10 +308,11 @@ def notes_read(facts: dict) -> str:
 
 
 def print_row(name: str, size: int, facts: dict, notes: str) -> None:
+    seconds = facts["seconds"]
     cells = [
         name,
         f"{size:,}",
-        f"{facts['seconds']:.2f} s",
+        "" if math.isnan(seconds) else f"{seconds:.2f} s",
         f"{facts['cpu']:.2f} s",
         f"{facts['sent'] / 1e6:,.1f} MB",
         f"{facts['sent'] / size / 1e3:,.1f} kB",
@@ -328,7 +330,7 @@ def plot(contestants: dict[str, dict[int, dict]], output: str) -> None:
 
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), layout="constrained")
     for column, part in zip(axes.T, PARTS):
-        for panel, fact, unit in zip(column, ("seconds", "sent"), ("s", "bytes")):
+        for panel, (fact, unit) in zip(column, GROWTH.items()):
             for number, (name, results) in enumerate(contestants.items()):
                 sizes = list(results)
                 figures = [results[size][part][fact] for size in sizes]
@@ -338,7 +340,7 @@ def plot(contestants: dict[str, dict[int, dict]], output: str) -> None:
                     line = [sizes[-1], LARGEST]
                     panel.plot(line, ends, ":", color=f"C{number}", label=f"{name}, extrapolated")
             panel.set(xscale="log", yscale="log", xlabel="ranks", ylabel=unit)
-            panel.set_title(f"{part}: {fact}")
+            panel.set_title(part)
             panel.grid(alpha=0.3)
             panel.legend()
     figure.savefig(output, dpi=120)
