@@ -44,15 +44,19 @@ def repeated(loader):
         yield from loader
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[str]:
     """Run Python with these arguments once per rank. Returns the stdout of each rank.
 
     places: for each rank, a command prefix. env: variables for all ranks; None removes a variable.
     If a rank fails, the others are killed and this process exits with the output of that rank.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     cores = len(os.sched_getaffinity(0))
     shared = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}

@@ -47,6 +47,7 @@ import threading
 import time
 import types
 import zipfile
+from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +67,7 @@ MAX_RANKS = 1_000_000
 NVIDIA_SMI = "nvidia-smi -L"
 SMI_SECONDS = 30  # it may take long while a GPU is reset
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
+BATCH = 500  # keys in one request to the store
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 RECORDERS = ["nccl", "nccl2", "nccl-lazy", "xccl", "gloo"]  # PyTorch's, from 2.15 on
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
@@ -392,8 +394,9 @@ def list_gpus() -> tuple[str, dict[str, list[str]]]:
 def check_ranks(world: dict[str, int], arguments: list[str]):
     """Wait for all ranks and compare them; if there is a problem, all exit. Collective: every rank.
 
-    Returns (store, rank info of each rank). It uses a store with a timeout, because a collective
-    would hang if a rank is missing.
+    Returns (store, {rank: its rank info}), on rank 0 of all ranks, elsewhere of those in
+    share_infos(): what all ranks read must not grow with their number. It uses a store with a
+    timeout, because a collective would hang if a rank is missing.
     """
     rank = world["RANK"]
     timeout = seconds("RANK_TIMEOUT", 300)
@@ -402,8 +405,9 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     store = connect(world, timeout)
     check_job(store, rank, deadline)
     store.set(f"rank {rank}", json.dumps(info))
+    infos = {}
     if rank == 0:
-        compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
+        infos = compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
     problem = wait_for(store, "problem", deadline + 5)
     if problem is None:
         fail(f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log")
@@ -412,8 +416,10 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     if problem:
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
-    infos = json.loads(store.get("infos"))
-    choose_interface(infos, info)
+    if rank > 0:
+        shared = json.loads(store.get(f"host {HOST}"))
+        infos = {int(other): facts for other, facts in shared.items()}
+    choose_interface(list(infos.values()), info)
     return store, infos
 
 
@@ -427,17 +433,39 @@ def check_job(store, rank: int, deadline: float) -> None:
         fail(f"job {job} has reached MASTER_PORT of job {other}: set another MASTER_PORT", "port")
 
 
-def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
-    """Rank 0: wait for the rank info of all ranks; put it and the problem found in the store."""
-    infos = []
-    for rank in range(size):
-        text = wait_for(store, f"rank {rank}", deadline)
-        infos.append(json.loads(text) if text else None)
+def compare_ranks(store, size: int, timeout: float, deadline: float) -> dict[int, dict]:
+    """Rank 0: wait for the rank infos and put the problem found in the store. Returns the infos."""
+    keys = [f"rank {rank}" for rank in range(size)]
+    texts = read_all(store, keys, deadline)
+    infos = [json.loads(texts[key]) if key in texts else None for key in keys]
     problem = find_problem(infos, timeout)
+    if not problem:
+        share_infos(store, infos)
     store.set("problem", problem)
-    store.set("infos", json.dumps(infos))
     if not problem:
         log_topology(infos)
+    return dict(enumerate(infos))
+
+
+def share_infos(store, infos: list[dict]) -> None:
+    """Write for each host what its ranks need: the infos of its ranks, of rank 0, and of two ranks
+    on different hosts, so that one is on another host. Those have addresses that other hosts can
+    reach, if any rank has.
+    """
+    ranks = sorted(range(len(infos)), key=lambda rank: is_loopback(infos[rank]))
+    first = ranks[0]
+    on_other_hosts = [rank for rank in ranks if infos[rank]["host"] != infos[first]["host"]]
+    for_all = [0, first, *on_other_hosts[:1]]
+    for host, own in ranks_by_host(infos).items():
+        shared = {}
+        for rank in [*for_all, *own]:
+            info = infos[rank]
+            shared[rank] = {name: info[name] for name in ("host", "pid", "started", "address")}
+        store.set(f"host {host}", json.dumps(shared))
+
+
+def is_loopback(info: dict) -> bool:
+    return bool(LOOPBACK.match(info["address"]))
 
 
 def seconds(name: str, default: float | None) -> float | None:
@@ -536,11 +564,46 @@ def resolve(address: str, port: int, patience: float) -> None:
 
 def wait_for(store, key: str, deadline: float) -> str | None:
     """The value of a key in the store; None if it is not set before the deadline."""
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.05)
-    return store.get(key).decode()
+    if wait_until_set(store, [key], deadline):
+        return store.get(key).decode()
+    return None
+
+
+def wait_until_set(store, keys: list[str], deadline: float) -> bool:
+    """Whether all keys are set before the deadline.
+
+    The pauses become longer, because thousands of ranks may wait. store.wait() would need no
+    pauses, but prints warnings when its time is over.
+    """
+    pause = 0.05
+    while not store.check(keys):
+        rest = deadline - time.monotonic()
+        if rest < 0:
+            return False
+        time.sleep(min(pause, rest))
+        pause = min(1.2 * pause, 1)
+    return True
+
+
+def read_all(store, keys: list[str], deadline: float) -> dict[str, str]:
+    """{key: value} of the keys that are set before the deadline."""
+    values = {}
+    for begin in range(0, len(keys), BATCH):
+        batch = keys[begin : begin + BATCH]
+        wait_until_set(store, batch, deadline)
+        values.update(read_set(store, batch))
+    return values
+
+
+def read_set(store, keys: list[str]) -> dict[str, str]:
+    """{key: value} of the keys that are set now. If some are not, each half is read separately."""
+    if len(keys) <= BATCH and store.check(keys):
+        values = [value.decode() for value in store.multi_get(keys)]
+        return dict(zip(keys, values))
+    if len(keys) < 2:
+        return {}
+    middle = len(keys) // 2
+    return {**read_set(store, keys[:middle]), **read_set(store, keys[middle:])}
 
 
 def find_problem(infos: list[dict | None], timeout: float) -> str:
@@ -590,8 +653,9 @@ def ranks_by_host(infos: list[dict | None]) -> dict[str, list[int]]:
 
 def format_ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5" """
-    firsts = [number for number in numbers if number - 1 not in numbers]
-    lasts = [number for number in numbers if number + 1 not in numbers]
+    known = set(numbers)
+    firsts = [number for number in numbers if number - 1 not in known]
+    lasts = [number for number in numbers if number + 1 not in known]
     ranges = []
     for first, last in zip(firsts, lasts):
         ranges.append(f"{first}-{last}" if first < last else str(first))
@@ -666,13 +730,14 @@ class HangWatch:
     that have not enqueued the first incomplete collective; the others may be far ahead of it.
     """
 
-    def __init__(self, rank: int, store, infos: list[dict]):
+    def __init__(self, rank: int, store, infos: dict[int, dict]):
         from torch import __version__ as version
 
         configure_torch(version)
         self.rank = rank
         self.store = store
-        self.infos = infos
+        self.infos = infos  # see check_ranks()
+        self.size = int(os.environ["WORLD_SIZE"])
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
         if self.fixed_timeout == 0 and rank == 0:
             print("guard.py: HANG_TIMEOUT is 0: hangs are not detected", flush=True)
@@ -736,34 +801,78 @@ class HangWatch:
         no_store = {0: "does not answer"}  # rank 0, or its torchrun, is the store's server
         without_store = threading.Timer(20, self.report, [{self.rank: own_note}, no_store])
         without_store.start()
-        notes = {self.rank: own_note}
         try:
-            silent = self.exchange_notes(notes)
+            notes, silent = self.exchange_notes(own_note)
         except Exception:
+            notes = {self.rank: own_note}
             silent = no_store
         without_store.cancel()
         self.report(notes, silent)
 
-    def exchange_notes(self, notes: dict[int, dict]) -> dict[int, str]:
-        """Add the notes of the other ranks to this rank's; returns why the rest have none."""
-        self.store.set(f"note {self.rank}", json.dumps(notes[self.rank]))
+    def exchange_notes(self, own_note: dict) -> tuple[dict[int, dict], dict[int, str]]:
+        """(notes of the ranks that answer, why the other ranks have none).
+
+        The lowest rank that answers reads all notes and reports the hang. The others wait for that;
+        they have no notes, and know only of the ranks of their own host why they have none.
+        """
+        self.store.set(f"note {self.rank}", json.dumps(own_note))
+        self.lowest_rank()
         self.store.set("hang", "1")
         deadline = time.monotonic() + POLL + 3
-        silent = {}
-        for rank in range(len(self.infos)):
-            if self.store.check([f"ended {rank}"]):
-                silent[rank] = ENDED
-                continue
-            text = wait_for(self.store, f"note {rank}", deadline)
+        is_first = self.rank == 0
+        if not is_first and wait_for(self.store, "reported", deadline) is None:
+            is_first = self.lowest_rank() == self.rank
+        if is_first:
+            notes, silent = self.collect_notes(deadline)
+            self.store.set("reported", "")
+            return notes, silent
+        wait_for(self.store, "reported", deadline + 10)
+        return {}, self.silent_siblings()
+
+    def lowest_rank(self) -> int:
+        """The lowest rank that has called this so far."""
+        own = str(self.rank)
+        lowest = self.store.compare_set("lowest", "", own).decode()
+        while int(lowest) > self.rank:
+            lowest = self.store.compare_set("lowest", lowest, own).decode()
+        return int(lowest)
+
+    def collect_notes(self, deadline: float) -> tuple[dict[int, dict], dict[int, str]]:
+        """Read the notes of all ranks, and the rank infos, whose hosts the error names."""
+        ranks = range(self.size)
+        ended = self.ended()
+        keys = [f"note {rank}" for rank in ranks if rank not in ended]
+        texts = read_all(self.store, keys, deadline)
+        self.read_infos(ranks)
+        notes = {}
+        for rank in ranks:
+            text = texts.get(f"note {rank}")
             if text:
                 notes[rank] = json.loads(text)
-            else:
-                silent[rank] = "does not answer"
-        return silent
+        silent = self.why_silent([rank for rank in ranks if rank not in notes])
+        return notes, silent
+
+    def silent_siblings(self) -> dict[int, str]:
+        """Why the ranks of this host that have no note have none."""
+        siblings = [rank for rank, info in self.infos.items() if info["host"] == HOST]
+        if self.store.check([f"note {rank}" for rank in siblings]):
+            return {}
+        silent = [rank for rank in siblings if not self.store.check([f"note {rank}"])]
+        return self.why_silent(silent)
+
+    def why_silent(self, ranks: list[int]) -> dict[int, str]:
+        ended = self.ended() if ranks else set()
+        return {rank: ENDED if rank in ended else "does not answer" for rank in ranks}
+
+    def read_infos(self, ranks) -> None:
+        """Read the rank infos that this rank does not have from the store."""
+        keys = {f"rank {rank}": rank for rank in ranks if rank not in self.infos}
+        for key, text in read_set(self.store, list(keys)).items():
+            self.infos[keys[key]] = json.loads(text)
 
     def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:
-        """Print the error on one rank, kill the silent ranks of this host, and exit."""
-        if self.rank == min(notes):
+        """Print the error, if this rank has notes; kill the silent ranks of this host, and exit."""
+        if notes:
             text = self.verdict(notes, silent)
             write_failure("hang", text, self.rank)
             print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
@@ -781,7 +890,7 @@ class HangWatch:
         at_fault = dict(silent)
         for rank, state in states.items():
             at_fault[rank] = f"is {state}, {notes[rank]['steps']} steps done"
-        hosts = {rank: info["host"] for rank, info in enumerate(self.infos)}
+        hosts = {rank: info["host"] for rank, info in self.infos.items()}
         limits = [note["limit"] for note in notes.values() if note["waits"]]
         limit = f"no progress for {min(limits, default=0):.0f} s (HANG_TIMEOUT)"
         if at_fault:
@@ -804,20 +913,28 @@ class HangWatch:
             return
         time.sleep(0.2)  # so would gloo's threads (pytorch/pytorch#179291)
         with suppress(Exception):
-            self.store.set(f"ended {self.rank}", "")
+            self.store.append("ended", f"{self.rank} ")
             if self.rank == 0:  # this rank or its torchrun is the store's server
                 self.wait_for_others()
 
     def wait_for_others(self) -> None:
-        for rank in range(len(self.infos)):
-            wait_for(self.store, f"ended {rank}", time.monotonic() + 2)
-        if len(ranks_by_host(self.infos)) > 1:
+        """Wait until all have ended, at most 2 s and 5 s per 1,000 ranks."""
+        deadline = time.monotonic() + 2 + self.size / 200
+        while len(self.ended()) < self.size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if len(ranks_by_host(list(self.infos.values()))) > 1:
             time.sleep(0.5)  # so that its torchrun exits last
+
+    def ended(self) -> set[int]:
+        """The ranks whose script has ended."""
+        if not self.store.check(["ended"]):
+            return set()
+        return {int(rank) for rank in self.store.get("ended").split()}
 
     def ended_ranks(self) -> str:
         with suppress(Exception):  # the store has ended, too
-            size = len(self.infos)
-            ranks = [rank for rank in range(size) if self.store.check([f"ended {rank}"])]
+            ranks = sorted(self.ended())
+            self.read_infos(ranks)
             return ", ".join(f"rank {rank} on {self.infos[rank]['host']}" for rank in ranks)
         return ""
 
@@ -872,18 +989,22 @@ def timeout_of_process_group() -> float:
 
 
 def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks."""
-    incomplete = incomplete_collectives(notes)
-    late = {group: late_ranks(notes, group, number) for group, number in incomplete.items()}
-    candidates = [rank for rank in sorted(notes) if any(rank in ranks for ranks in late.values())]
+    """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks.
+
+    Of thousands of ranks, with as many process groups: it reads each position a few times only.
+    """
+    groups = members_of_groups(notes)
+    incomplete = incomplete_collectives(groups)
+    late = {group: late_ranks(groups[group], number) for group, number in incomplete.items()}
+    candidates = {rank for ranks in late.values() for rank in ranks}
     # A rank may be late because it waits for another rank in another process group.
-    at_fault = [rank for rank in candidates if not notes[rank]["waits"]] or candidates
+    at_fault = {rank for rank in candidates if not notes[rank]["waits"]} or candidates
     for group, number in incomplete.items():
         states = {rank: state_in(notes[rank], group) for rank in late[group] if rank in at_fault}
         if states:
             return f"at {name_of(notes.values(), group, number)}", states
     for group, number in incomplete.items():
-        usual, states = different_collectives(notes, group, number)
+        usual, states = different_collectives(groups[group], number)
         if states:
             return usual, states
     for group, number in incomplete.items():
@@ -891,39 +1012,46 @@ def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
     return ranks_outside(notes)
 
 
-def incomplete_collectives(notes: dict[int, dict]) -> dict[str, int]:
+def members_of_groups(notes: dict[int, dict]) -> dict[str, dict[int, dict]]:
+    """{process group: {rank: its position in the group}}, ranks in ascending order"""
+    groups = {}
+    for rank in sorted(notes):
+        for group, member in notes[rank]["groups"].items():
+            groups.setdefault(group, {})[rank] = member
+    return groups
+
+
+def incomplete_collectives(groups: dict[str, dict[int, dict]]) -> dict[str, int]:
     """{process group: number of the first collective that is not complete on all its ranks}"""
     numbers = {}
-    for group in sorted({group for note in notes.values() for group in note["groups"]}):
-        members = [note["groups"][group] for note in notes.values() if group in note["groups"]]
+    for group in sorted(groups):
+        members = groups[group].values()
         first = min(member["completed"] for member in members) + 1
         if any(member["enqueued"] >= first for member in members):
             numbers[group] = first
     return numbers
 
 
-def late_ranks(notes: dict[int, dict], group: str, number: int) -> list[int]:
-    """The ranks of the process group that have not enqueued this collective."""
-    members = [rank for rank in sorted(notes) if group in notes[rank]["groups"]]
-    return [rank for rank in members if notes[rank]["groups"][group]["enqueued"] < number]
+def late_ranks(members: dict[int, dict], number: int) -> list[int]:
+    """The ranks of a process group that have not enqueued this collective."""
+    return [rank for rank, member in members.items() if member["enqueued"] < number]
 
 
-def different_collectives(notes: dict[int, dict], group: str, number: int):
-    """(usual state, {rank: state}) of the ranks that are in another collective than most.
+def different_collectives(members: dict[int, dict], number: int):
+    """(usual state, {rank: state}) of the ranks of a group in another collective than most.
 
     The sizes may differ in a scatter, a gather or an all-to-all.
     """
     names = {}
-    for rank, note in notes.items():
-        name = note["groups"].get(group, {}).get("names", {}).get(str(number))
+    for rank, member in members.items():
+        name = member["names"].get(str(number))
         if name:
             names[rank] = name
     kinds = {}
     for rank, name in names.items():
         has_equal_sizes = re.search("reduce|broadcast|backward", name)
         kinds[rank] = name if has_equal_sizes else name.split(" ")[0]
-    values = list(kinds.values())
-    usual = max(values, key=values.count, default="")
+    usual = most_common(kinds.values(), "")
     states = {}
     for rank, kind in kinds.items():
         if kind != usual:
@@ -931,10 +1059,17 @@ def different_collectives(notes: dict[int, dict], group: str, number: int):
     return f"at collective {number} ({usual})", states
 
 
+def most_common(values, default: str) -> str:
+    """The value that occurs most often, of several the first one; the default if there is none."""
+    for value, _ in Counter(values).most_common(1):
+        return value
+    return default
+
+
 def ranks_outside(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
     """Like find_fault(), where no collective has been recorded, as while NCCL is initialized."""
     functions = [note["waits"] for note in notes.values() if note["waits"]]
-    usual = max(functions, key=functions.count, default="nowhere")
+    usual = most_common(functions, "nowhere")
     states = {}
     for rank, note in notes.items():
         if not note["waits"]:
@@ -944,8 +1079,9 @@ def ranks_outside(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
 
 def ranks_not_started(notes: dict[int, dict]) -> list[int]:
     """Ranks whose GPU has not started the collective that all have enqueued, if that is known."""
-    for group, number in incomplete_collectives(notes).items():
-        members = {rank: note["groups"][group] for rank, note in notes.items()}
+    groups = members_of_groups(notes)
+    for group, number in incomplete_collectives(groups).items():
+        members = groups[group]
         if any(member["started"] > 0 for member in members.values()):
             return [rank for rank, member in members.items() if member["started"] < number]
     return []

@@ -129,6 +129,26 @@ def test_scaling_compares_predictions_with_measurements(tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 5000
 
 
+def test_each_rank_sends_little_in_the_rank_check_and_in_a_hang(tmp_path):
+    """Of 16 ranks; if each read what all others write, 5 kB and 30 kB."""
+    out = run(tmp_path, "ranks_at_scale.py", "--ranks", "16", "--output=")
+    row = r"^\| now \| 16 \| .* \| ([\d.]+) kB \| [\d,]+ \| (.*) \|$"
+    check, hang = re.findall(row, out, re.M)
+    assert float(check[0]) < 3 and check[1] == ""
+    assert float(hang[0]) < 8 and hang[1] == "16", out
+
+
+@pytest.mark.long
+def test_what_a_rank_sends_does_not_grow_with_the_number_of_ranks(tmp_path):
+    out = run(tmp_path, "ranks_at_scale.py", "--ranks", "16", "64", "--output=growth.png")
+    rows = re.findall(r"^\| now \| (\d+) \| .* \| ([\d.]+) kB \| ", out, re.M)
+    assert [size for size, _ in rows] == ["16", "64", "16", "64"]
+    check_16, check_64, hang_16, hang_64 = [float(kilobytes) for _, kilobytes in rows]
+    assert check_64 < 1.5 * check_16 and hang_64 < 1.5 * hang_16
+    assert out.count("| now, extrapolated | 10,000 | ") == 2
+    assert (tmp_path / "growth.png").stat().st_size > 5000
+
+
 ON_GPU = [REPO / "benchmarks/on_gpu.sh", "--cpu"]
 
 

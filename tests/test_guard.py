@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 import zipapp
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpus import gpu, nvidia_smi
 from harness import (
     NO_LAUNCHER,
@@ -748,6 +750,29 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
     assert guard.find_problem(shared, 300).startswith(text)
 
 
+def test_ranks_in_any_order_are_formatted_as_ranges():
+    assert guard.format_ranges([]) == ""
+    assert guard.format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+def test_each_host_gets_the_infos_of_its_ranks_and_of_one_that_it_can_reach(store):
+    """Node 2 has no address of its own in its rank infos, as with Debian's 127.0.1.1."""
+    addresses = {"node01": "10.0.0.1", "node02": "127.0.1.1", "node03": "10.0.0.3"}
+    infos = []
+    for rank in range(6):
+        host = list(addresses)[rank // 2]
+        infos.append(info(host) | {"pid": rank, "started": 7, "address": addresses[host]})
+    guard.share_infos(store, infos)
+    for host, reachable in {"node01": "node03", "node02": "node01", "node03": "node01"}.items():
+        shared = json.loads(store.get(f"host {host}"))
+        own = [rank for rank in shared if shared[rank]["host"] == host]
+        assert len(own) == 2 and all(shared[rank]["pid"] == int(rank) for rank in own)
+        others = [other for other in shared.values() if other["host"] != host]
+        hosts = {other["host"] for other in others if other["address"].startswith("10.")}
+        assert reachable in hosts
+        assert "0" in shared  # whose host is named if its store does not answer
+
+
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "no..host"])
 def test_an_unknown_master_is_named(tmp_path, name):
     env = {"MASTER_ADDR": name, "RANK_TIMEOUT": "3"}
@@ -909,7 +934,7 @@ def test_only_a_process_of_the_same_launcher_is_killed(
         watch = guard.HangWatch.__new__(guard.HangWatch)
         watch.rank = 0
         facts = {"host": HOST, "pid": child.pid, "started": start + started_later}
-        watch.infos = [facts, facts]
+        watch.infos = {0: facts, 1: facts}
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
         monkeypatch.setattr(os, "_exit", lambda code: None)
         if not by_another:  # this test is the launcher of the child
@@ -934,10 +959,53 @@ def note(enqueued: int, completed: int, name="nccl2:all_reduce [[55]]", waits=No
     return {"steps": 7, "limit": 540, "waits": waits, "groups": {"nccl2 0": group}}
 
 
+@pytest.fixture
+def store():
+    """A real store, whose server is in this process."""
+    return dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+
+
+def watch_of(rank: int, size: int, store):
+    """What a rank has after the rank check, without its threads: all are on this host."""
+    watch = guard.HangWatch.__new__(guard.HangWatch)
+    watch.rank = rank
+    watch.size = size
+    watch.store = store
+    watch.infos = {other: {"host": HOST} for other in range(size)}
+    return watch
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_lowest_rank_that_answers_reads_the_notes(store, monkeypatch, has_ended):
+    """Rank 0 is silent, or has ended, and its store's server goes on. Rank 1 answers last."""
+    monkeypatch.setattr(guard, "POLL", -2)  # wait 1 s for the notes
+    watches = [watch_of(rank, 4, store) for rank in range(4)]
+    state = "has ended" if has_ended else "does not answer"
+    if has_ended:
+        store.append("ended", "0 ")
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(watch.exchange_notes, note(2, 1)) for watch in watches[2:]]
+        time.sleep(0.4)
+        notes, silent = watches[1].exchange_notes(note(2, 1))
+    assert (list(notes), silent) == ([1, 2, 3], {0: state})
+    assert [other.result() for other in others] == 2 * [({}, {0: state})]
+
+
+def test_rank_zero_waits_a_bounded_time_for_ten_thousand_that_do_not_end(store, monkeypatch):
+    clock = [0.0]
+    watch = watch_of(0, 10_000, store)
+    store.append("ended", "0 5 ")
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    watch.wait_for_others()
+    assert clock[0] < 60
+    assert watch.ended_ranks() == f"rank 0 on {HOST}, rank 5 on {HOST}"
+
+
 def verdict(notes, silent=()) -> str:
     size = len(notes) + len(silent)
     watch = guard.HangWatch.__new__(guard.HangWatch)
-    watch.infos = [{"host": "node01", "pid": 1}] * size
+    watch.infos = dict.fromkeys(range(size), {"host": "node01", "pid": 1})
     return watch.verdict(dict(enumerate(notes)), dict(silent))
 
 
@@ -995,6 +1063,17 @@ def test_a_rank_that_waits_in_another_process_group_is_not_at_fault():
     text = verdict(notes)
     assert "rank 2 on node01 is at collective 8 " in text and "rank 1 " not in text
     assert "the others are at collective 9 " in text
+
+
+def test_a_hang_in_a_group_of_some_ranks_names_the_gpu_that_has_not_started():
+    notes = [note(12, 12), note(12, 12), note(12, 12)]
+    for rank in (1, 2):
+        position = note(5, 4, started=3 + rank)["groups"]["nccl2 0"]
+        notes[rank]["groups"]["nccl2 1"] = position
+        notes[rank]["waits"] = "all_reduce"
+    text = verdict(notes)
+    assert "all ranks are at collective 5 " in text
+    assert ", not started by the GPU of rank 1 on node01; no progress" in text
 
 
 def test_a_rank_outside_is_at_fault_while_the_others_initialize_nccl():
