@@ -19,15 +19,21 @@ Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time or MAX_DURA
 training, which saves first. A second Ctrl-C kills it.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
-exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE (see scripts/guard.py).
+exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
+scripts/guard.py).
 The training reports, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped), reason,
 start_step, global_step, saved_step, world_size, began. A script that writes no STATUS_FILE is
 restarted too; an attempt that ran for ten minutes then counts as progress.
 
 The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
-start_step, end_step, saved_step, recomputed, train_seconds, hosts, world_size, cause, reason.
+start_step, end_step, saved_step, recomputed, train_seconds, hosts, world_size, cause, reason,
+events (those of EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, disk, configuration, port, in use, replaced, exception.
+ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
+finished, gave_up. It finds the event as JSON on its standard input and in the variable EVENT:
+time, event, text, job, run_dir, and what is known of the attempt. supervise.py does not wait for
+the command, except for up to 10 s at the end, and ends it after 60 s.
 Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
 
 Environment:
@@ -37,6 +43,7 @@ Environment:
     STOPPED_EXIT_CODE  for your own scheduler or supervisor, for example 75, EX_TEMPFAIL of
                        sysexits.h: "try again later"                             [0]
     LOG_DIR            a directory that all nodes see                            [logs]
+    ON_EVENT           a shell command to run for each event, for example to send a mail []
 
 Examples:
     scripts/supervise.py scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4
@@ -78,6 +85,13 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent proc
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
+EVENT_SECONDS = 1  # between two looks at EVENTS_FILE
+EVENT_BYTES = 16384  # longer lines of EVENTS_FILE are ignored
+MAX_EVENTS = 100  # of an attempt; the rest is ignored
+COMMAND_SECONDS = 60  # time limit of ON_EVENT
+LAST_SECONDS = 10  # the same, when supervise.py ends
+VARIABLE_BYTES = 100_000  # Linux permits 128 KiB for a variable
+MAX_COMMANDS = 4  # of ON_EVENT at the same time
 NUMBER = (int, float)
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -240,7 +254,7 @@ def report_stop(attempt):
 
 
 def report_crash(attempt, decision, facts):
-    """Print how the attempt ended, and what follows."""
+    """Print how the attempt ended, and what follows. Returns that text."""
     what = attempt["cause"]
     saved = ""
     if attempt["world_size"]:  # the script has written its status
@@ -249,11 +263,13 @@ def report_crash(attempt, decision, facts):
     if attempt["reason"]:
         what += f": {attempt['reason']}"
     if decision == Decision.REQUEUE:
-        log(f"{what}. The job is requeued{saved}")
-        return
+        text = f"{what}. The job is requeued{saved}"
+        log(text)
+        return text
     if decision == Decision.RESTART:
-        log(f"{what}. Restart {facts.restarts + 1} of {facts.max_restarts}{saved}")
-        return
+        text = f"{what}. Restart {facts.restarts + 1} of {facts.max_restarts}{saved}"
+        log(text)
+        return text
     if decision == Decision.WOULD_REPEAT:
         why = "a restart would not help"
     elif decision == Decision.STOP_REQUESTED:
@@ -263,7 +279,9 @@ def report_crash(attempt, decision, facts):
     else:
         why = f"MAX_RESTARTS={facts.max_restarts} is reached"
     how = f"After fixing it, resume with: {resume_command()}"
-    log(f"error: {what}. Giving up: {why}. {how}")
+    text = f"{what}. Giving up: {why}. {how}"
+    log(f"error: {text}")
+    return text
 
 
 # ---------------------------------------------------------------------------------- supervision
@@ -289,6 +307,9 @@ class Supervisor:
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
         self.warning = ""  # the last one of watch()
+        self.alerts = Alerts(os.environ.get("ON_EVENT"))
+        self.events_polled = 0.0  # time of the last poll
+        self.seen = set()  # subjects of the events of all attempts
 
         # attempts of this process
         self.count = 0
@@ -324,6 +345,7 @@ class Supervisor:
                 continue
             if cause != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
+            self.alert("attempt_ended", f"{cause}: {attempt['reason']}", attempt)
             if cause in ("finished", "stopped") and attempt["world_size"]:
                 log(goodput(self.attempts()))
             if cause not in NO_CRASH:
@@ -331,17 +353,36 @@ class Supervisor:
 
             facts = self.facts(attempt, max_restarts)
             decision = decide(facts)
+            if decision == Decision.REQUEUE:
+                self.alerts.finish()  # Slurm kills this job at once
             if decision == Decision.REQUEUE and not requeue():
                 decision = decide(facts, can_requeue=False)
             if decision == Decision.STOP:
                 report_stop(attempt)
+            text = attempt["reason"]
             if cause not in NO_CRASH:
-                report_crash(attempt, decision, facts)
+                text = report_crash(attempt, decision, facts)
             if decision != Decision.RESTART:
+                self.alert_of_decision(decision, text, attempt)
+                self.alerts.finish()
                 return exit_code(decision, cause, stopped_code)
             self.restarts += 1
             if self.crashes > 0:
                 time.sleep(2)
+
+    def alert_of_decision(self, decision, text, attempt):
+        if decision == Decision.FINISH:
+            self.alert("finished", text, attempt)
+        elif decision not in (Decision.STOP, Decision.REQUEUE):
+            self.alert("gave_up", text, attempt)
+
+    def alert(self, event, text, facts):
+        """Run ON_EVENT."""
+        record = {"time": time.time(), "job": job_name(), "run_dir": self.run_dir or ""}
+        record.update(facts)
+        record.update(event=event, text=text)
+        record.pop("events", None)  # each of them has been an event of its own
+        self.alerts.send(record)
 
     def count_crash(self, attempt):
         if made_progress(attempt):
@@ -369,6 +410,8 @@ class Supervisor:
         name = f"{HOST}_{os.getpid()}_{self.count}"
         self.status_file = self.directory / f"status_{name}.json"
         self.failure_file = self.directory / f"failure_{name}.json"
+        self.events_file = EventsFile(self.directory / f"events_{name}.jsonl")
+        self.events = []  # of this attempt
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -377,14 +420,16 @@ class Supervisor:
         env = self.environment()
         began = time.time()
         attempt = {"attempt": env["ATTEMPT_ID"], "start": began}
-        self.running = attempt  # until monitor() has written it to the attempt log
+        self.begun = attempt
+        self.is_recorded = False  # whether the attempt log has it, with the cause "running"
         self.written_at = began  # see poll_for_lost_nodes()
         self.patience = SILENT_SECONDS
         code = self.run(env)
 
+        self.try_to(self.read_events)
         status = read_status(self.status_file)
         failure = read_failure(self.failure_file)
-        for file in (self.status_file, self.failure_file):
+        for file in (self.status_file, self.failure_file, self.events_file.path):
             if file.exists():
                 file.unlink()
         self.run_dir = status.get("run_dir") or self.run_dir
@@ -397,6 +442,7 @@ class Supervisor:
             "world_size": status.get("world_size"),
             "cause": cause,
             "reason": reason,
+            "events": self.events,
         }
 
     def steps_and_time(self, status):
@@ -426,6 +472,7 @@ class Supervisor:
         env["STOP_FILE"] = str(self.stop_file)
         env["STATUS_FILE"] = str(self.status_file)
         env["FAILURE_FILE"] = str(self.failure_file)
+        env["EVENTS_FILE"] = str(self.events_file.path)
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
@@ -489,7 +536,7 @@ class Supervisor:
             time.sleep(0.2)
         kill_group(child)  # processes that COMMAND may have left behind
         if code != 0:
-            kill_descendants()  # for example, ranks whose torchrun was killed
+            kill_descendants(self.alerts.sessions())  # for example, ranks whose torchrun was killed
         if self.stopping_since:
             for file in self.stop_files():
                 if file.exists():
@@ -497,9 +544,16 @@ class Supervisor:
         return code
 
     def watch(self, child):
-        """monitor(), whatever files it finds: an error of ours should not end the training."""
+        self.try_to(self.monitor, child)
+        if time.time() > self.events_polled + EVENT_SECONDS:
+            self.events_polled = time.time()
+            self.try_to(self.read_events)
+        self.try_to(self.alerts.poll)
+
+    def try_to(self, function, *arguments):
+        """Call it, whatever files it finds: an error of ours should not end the training."""
         try:
-            self.monitor(child)
+            function(*arguments)
         except Exception as error:
             text = f"WARNING: {type(error).__name__}: {error}; the training goes on"
             if text != self.warning:
@@ -508,7 +562,7 @@ class Supervisor:
 
     def monitor(self, child):
         """Record the run directory, forward stop requests, kill an attempt that has lost a node."""
-        if self.running:
+        if not self.is_recorded:
             self.record_start()
         if len(self.nodes) > 1 and time.time() > self.polled + POLL_SECONDS:
             self.poll_for_lost_nodes(child)
@@ -523,8 +577,24 @@ class Supervisor:
         if not status.get("state"):
             return
         self.run_dir = status.get("run_dir") or self.run_dir
-        self.record({**self.running, "cause": "running"})
-        self.running = None
+        self.is_recorded = True
+        self.record({**self.begun, "cause": "running", "events": self.events})
+
+    def read_events(self):
+        """Print and record the new events of the training; run ON_EVENT for them."""
+        new = self.events_file.new_records()[: MAX_EVENTS - len(self.events)]
+        if not new:
+            return
+        self.events += new
+        if self.is_recorded:
+            self.record({**self.begun, "cause": "running", "events": self.events})
+        for record in new:
+            subject = subject_of(record)
+            if subject not in self.seen:  # by an earlier attempt
+                self.seen.add(subject)
+                text = " ".join(record["text"].split())
+                log(text)
+                self.alert(record["event"], text, {**self.begun, **record})
 
     def stop_if_requested(self):
         """Ask the training to stop, after a signal or shortly before the end of the time."""
@@ -662,6 +732,135 @@ class Supervisor:
             pass
 
 
+class EventsFile:
+    """The file to which the training adds events: a line {time, event, text, ...} of JSON each."""
+
+    def __init__(self, path):
+        self.path = path
+        self.offset = 0  # of the first byte that has not been read
+
+    def new_records(self):
+        """The events added since the last call, without lines that are something else."""
+        if not self.path.is_file():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            content = file.read(EVENT_BYTES)
+        complete = content.rpartition(b"\n")[0]  # the last line may be incomplete
+        self.offset += len(complete)
+        if not complete and len(content) == EVENT_BYTES:
+            self.offset += len(content)  # skip a part of a line that is too long
+        records = []
+        for record in parse_lines(complete.decode(errors="replace").split("\n")):
+            if has_only(NUMBER, record, ["time"]) and has_only(str, record, ["event", "text"]):
+                records.append(without_nested(record))
+        return records
+
+
+def without_nested(record):
+    """The values that are texts, numbers, or lists of these."""
+    kept = {}
+    for name, value in record.items():
+        parts = value if isinstance(value, list) else [value]
+        if all(isinstance(part, (str, *NUMBER)) for part in parts):
+            kept[name] = value
+    return kept
+
+
+def subject_of(record):
+    """What an event is about: the same if it occurs again, at another time and with other figures.
+
+    For a slow rank: its number, its host and its GPU.
+    """
+    subject = {}
+    for name, value in record.items():
+        if name not in ("time", "text") and not isinstance(value, float):
+            subject[name] = value
+    return json.dumps(subject, sort_keys=True)
+
+
+class Alerts:
+    """Runs ON_EVENT for each event. No error and no delay of that command affects the training."""
+
+    def __init__(self, command):
+        self.command = command
+        self.waiting = []  # events, as JSON
+        self.running = []  # (process, time of its start)
+        self.warning = ""  # the last one
+
+    def send(self, record):
+        if self.command:
+            self.waiting.append(json.dumps(record))
+            self.poll()
+
+    def poll(self):
+        """Start the commands that wait, end those that take too long, report those that fail."""
+        running = []
+        for process, began in self.running:
+            code = process.poll()
+            if code is None and time.monotonic() < began + COMMAND_SECONDS:
+                running.append((process, began))
+                continue
+            kill_at_once(process)  # or what it has left behind
+            if code is None:
+                self.warn(f"ON_EVENT was ended after {COMMAND_SECONDS} s")
+            elif code != 0:
+                self.warn(f"ON_EVENT failed with exit code {code}")
+        self.running = running
+        while self.waiting and len(self.running) < MAX_COMMANDS:
+            text = self.waiting.pop(0)
+            try:
+                self.start(text)
+            except (OSError, ValueError) as error:
+                self.warn(f"cannot run ON_EVENT: {error}")
+
+    def start(self, text):
+        env = dict(os.environ)
+        if len(text) < VARIABLE_BYTES:
+            env["EVENT"] = text
+        with tempfile.TemporaryFile() as file:  # not a pipe, which could block
+            file.write(text.encode())
+            file.seek(0)
+            process = subprocess.Popen(
+                self.command,
+                shell=True,
+                stdin=file,
+                stdout=sys.stderr,
+                env=env,
+                start_new_session=True,
+            )
+        self.running.append((process, time.monotonic()))
+
+    def sessions(self):
+        """The ids of the sessions of the commands."""
+        return {process.pid for process, _ in self.running}
+
+    def finish(self):
+        """Give all commands a few seconds to end."""
+        deadline = time.monotonic() + LAST_SECONDS
+        self.poll()
+        while self.running and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self.poll()
+        for process, _ in self.running:
+            kill_at_once(process)
+            self.warn(f"ON_EVENT was ended after {LAST_SECONDS} s")
+        self.running = []
+        self.waiting = []
+
+    def warn(self, text):
+        """Print it, unless it was the last warning."""
+        if text != self.warning:
+            log(f"WARNING: {text}")
+        self.warning = text
+
+
+def kill_at_once(process):
+    """SIGKILL to its process group. Does not wait."""
+    with suppress(OSError):  # all have ended, or belong to another user
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def cause_of_exit_code(code):
     """(cause, reason) of an attempt that left no error report. Of a shell, code is 128 + signal."""
     number = code - 128 if code > 128 else -code
@@ -756,7 +955,7 @@ def parse_json(text):
     """{} if it is not a JSON object."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -802,25 +1001,34 @@ def adopt_orphans():
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_descendants():
-    """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive."""
+def kill_descendants(spared):
+    """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive.
+
+    spared: ids of sessions whose processes are left alone.
+    """
     for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
-        for process in descendants():
+        for process in descendants(spared):
             with suppress(ProcessLookupError):
                 os.kill(process, number)
         deadline = time.monotonic() + seconds
-        while descendants() and time.monotonic() < deadline:
+        while descendants(spared) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
-def descendants():
-    """The process ids of the descendants that are alive. [] if there is no /proc."""
+def descendants(spared):
+    """The process ids of the descendants that are alive, but not of those in the spared sessions.
+
+    [] if there is no /proc.
+    """
     children = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
-            # PID (COMMAND) STATE PARENT ...; the command may contain spaces and parentheses
-            state, parent = file.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            # PID (COMMAND) STATE PARENT GROUP SESSION ...; spaces and parentheses in the command
+            fields = file.read_text(errors="replace").rpartition(")")[2].split()
+            state, parent, _, session = fields[:4]
             process = int(file.parent.name)
+            if int(session) in spared:
+                continue
             if state == "Z":
                 reap(process)
             else:

@@ -116,6 +116,14 @@ def test_overhead_of_the_trainer_and_of_the_guard(tmp_path):
 
 
 @pytest.mark.long
+def test_slow_ranks_are_counted(tmp_path):
+    out = run(tmp_path, "slow_rank.py", *"--only optimizer healthy --shares 0.5".split())
+    assert re.search(r"^\| optimizer \| [01] of 1 right \|$", out, re.M), out
+    assert "recall " in out and re.search("^false alarms [012] of 2 trainings", out, re.M)
+    assert "bytes in the store" in run(tmp_path, "slow_rank.py", "--dump")
+
+
+@pytest.mark.long
 def test_accuracy_reads_what_both_reach(tmp_path, tiny):
     words = [tiny[1], "--accuracy=1", "--rounds=1", "--cpu"]
     assert re.search(r"^template / ours: \d", run(tmp_path, "accuracy.py", *words), re.M)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import zipapp
 from concurrent.futures import ThreadPoolExecutor
@@ -761,7 +763,8 @@ def test_each_host_gets_the_infos_of_its_ranks_and_of_one_that_it_can_reach(stor
     infos = []
     for rank in range(6):
         host = list(addresses)[rank // 2]
-        infos.append(info(host) | {"pid": rank, "started": 7, "address": addresses[host]})
+        facts = {"pid": rank, "started": 7, "address": addresses[host], "clock": host}
+        infos.append(info(host) | facts)
     guard.share_infos(store, infos)
     for host, reachable in {"node01": "node03", "node02": "node01", "node03": "node01"}.items():
         shared = json.loads(store.get(f"host {host}"))
@@ -1241,6 +1244,118 @@ def test_the_recorder_of_nccl_in_pytorch_2_15_is_read(monkeypatch):
     before = guard.counters()
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Recorders(12, 12))
     assert guard.waits_for() == "" and guard.counters() != before
+
+
+# -------------------------------------------------------------------------------------- slow ranks
+
+SLOW_RANK = """step == 0 and time.sleep(1)  # until guard.py counts the optimizer's steps
+        time.sleep(0.09 if rank == 1 else 0.03)
+"""
+
+
+@pytest.mark.skipif(not RECORDS_GLOO, reason="needs PyTorch 2.8")
+def test_a_rank_that_is_late_in_each_step_is_named_once(tmp_path):
+    script = write(tmp_path, fault=SLOW_RANK)
+    script.write_text(script.read_text().replace("range(20)", "range(60)"))
+    events = tmp_path / "events"
+    result = run(3, script, env={"SLOW_RANK_INTERVAL": "1", "EVENTS_FILE": events})
+    assert result.codes == [0, 0, 0], result.err
+    assert "guard.py: WARNING: " not in result.err[1] + result.err[2]
+    (line,) = [line for line in result.err[0].splitlines() if "WARNING: " in line]
+    found = re.fullmatch(
+        rf"guard.py: WARNING: rank 1 on {HOST} arrives (\d+) ms after the others "
+        r"\(step (\d+) ms\): the run could be (\d+)% faster",
+        line,
+    )
+    assert found and int(found[1]) > 30 and int(found[2]) >= 90, line
+    event = json.loads(events.read_text())  # one line
+    assert event["event"] == "slow_rank" and event["ranks"] == [1] and event["hosts"] == [HOST]
+    assert line.endswith(event["text"]) and event["time"] <= time.time()
+
+
+def steps_of(*seconds_of_ranks, count=40, jitter=0.0) -> list:
+    """Steps of two collectives; each rank arrives after its seconds, or those of step % length."""
+    noise = random.Random(0)
+    steps = []
+    for step in range(count):
+        times = []
+        for seconds in seconds_of_ranks:
+            pattern = seconds if isinstance(seconds, list) else [seconds]
+            late = pattern[step % len(pattern)] + noise.gauss(0, jitter)
+            times.append(step + late)
+        steps.append([times, [time + 0.3 for time in times]])
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("seconds", "late"),
+    [
+        ([0, 0.1, 0], {1}),
+        ([0.1, 0], {0}),
+        ([0, 0, 0.1, 0.1], {2, 3}),  # one of two hosts
+        ([0, [0, 0, 0, 0.4], 0], {1}),  # with three loader workers
+        ([0, 0.04, 0], set()),
+        ([0.1, 0.1, 0.1], set()),
+        ([[0.1, 0], [0, 0.1]], set()),
+        ([[0.1, 0, 0], [0, 0.1, 0], [0, 0, 0.1]], set()),
+        ([0, [0.1] * 8 + [0] * 8, [0] * 8 + [0.1] * 8], set()),
+        ([0, [9.0] + [0] * 15, 0], set()),  # a checkpoint
+        ([0, [0] * 20 + [0.3] * 20, 0], set()),  # only recently
+        ([0, 0, 0.04, 0.08], set()),  # without rank 3, the ranks would wait for rank 2
+    ],
+)
+def test_a_rank_is_slow_if_it_delays_the_others_in_each_quarter(seconds, late):
+    assert guard.find_slow_ranks(steps_of(*seconds), 0.05) == late
+    assert guard.find_slow_ranks(steps_of(*seconds, jitter=0.005), 0.05) == late
+
+
+def test_ranks_with_unsteady_steps_are_not_slow():
+    for size in (2, 3, 8, 64):
+        steps = steps_of(*[0] * size, count=40, jitter=0.1)
+        assert guard.find_slow_ranks(steps, 0.05) == set()
+
+
+def test_a_rank_is_named_when_late_twice_in_a_row_and_again_only_after_it_was_not(capsys):
+    store = torch.distributed.HashStore()
+    infos = dict.fromkeys(range(3), {"host": "n1", "gpu": "GPU-7", "clock": "a"})
+    watch = guard.SlowRankWatch(0, 3, store, infos, [], threading.Event())
+    printed = []
+    for interval, slow in enumerate([1, 2, 1, 1, 1, None, 1, None, None, 1, 1]):
+        notes = []
+        for rank in range(3):
+            steps = {}
+            for number in range(10 * interval + 1, 10 * interval + 11):
+                late = 40_000_000 if rank == slow else 0
+                steps[str(number)] = [[number, 100_000_000 * number + late]]
+            notes.append({"group": "gloo 0", "step_seconds": 0.1, "steps": steps})
+        for rank in (1, 2):
+            store.set(f"arrivals {rank}", json.dumps(notes[rank]))
+        watch.compare(notes[0])
+        printed.append(capsys.readouterr().err)
+    text = "guard.py: WARNING: rank 1 on n1 (GPU-7) arrives 40 ms after the others (step 100 ms): "
+    assert [line.startswith(text) for line in printed] == [n in (3, 10) for n in range(11)]
+    assert all(line == "" for n, line in enumerate(printed) if n not in (3, 10))
+
+
+def test_the_clocks_of_two_hosts_are_compared_over_the_store():
+    """Rank 1's clock is 5 s behind."""
+    store = torch.distributed.HashStore()
+    infos = {0: {"host": "n1", "clock": "a"}, 1: {"host": "n2", "clock": "b"}}
+    first, second = (
+        guard.SlowRankWatch(rank, 2, store, infos, [], threading.Event()) for rank in (0, 1)
+    )
+    deadline = time.monotonic() + 20
+    thread = threading.Thread(target=first.answer_pings, args=[deadline])
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        real = time.time
+        other = threading.current_thread()
+        behind = lambda: real() - 5 * (threading.current_thread() is other)  # noqa: E731
+        patch.setattr(time, "time", behind)
+        ahead, error = second.compare_clock(deadline)
+        thread.join()
+    assert 0 < error < 1 and abs(ahead - 5) < error + 0.001
+    assert store.num_keys() == 0
 
 
 # ---------------------------------------------------------------------------------------- failures

@@ -25,7 +25,7 @@ BASH = sorted(path for path in BASH if not path.is_symlink())
 
 PRINTERS = {"UserError", "trainer.UserError", "fail", "refuse", "preflight.refuse", "say", "log"}
 PRINTERS |= {"argparse.ArgumentTypeError", "sys.exit", "SystemExit", "print", "end_now", "explain"}
-PRINTERS |= {"sys.stderr.write", "warnings.warn", "advice.append"}
+PRINTERS |= {"self.warn", "sys.stderr.write", "warnings.warn", "advice.append"}
 EXCEPTIONS = {"ValueError", "RuntimeError", "OSError"}  # printed by the caller, inside its message
 # Functions that return messages, or their parts, which others print.
 RETURNED = {
@@ -47,6 +47,8 @@ PASS_ON = {
     ("doctor.py", "add"),
     ("supervise.py", "log"),
     ("supervise.py", "keep_alive"),  # what goodput() has returned
+    ("supervise.py", "read_events"),  # the text of an event, for example of guard.py
+    ("supervise.py", "warn"),
     ("plan.py", "main"),  # a UserError
     ("plot_metrics.py", "main"),  # the same
     ("plot_metrics.py", "error"),  # of argparse

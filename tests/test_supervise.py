@@ -334,6 +334,68 @@ def test_a_command_that_does_not_exist_touches_nothing(tmp_path, supervise):
     assert code == 2 and not list(tmp_path.iterdir())
 
 
+# --------------------------------------------------------------------------------------- events
+
+REPORTS_EVENTS = """
+import json, os, sys, time
+file = os.environ["EVENTS_FILE"]
+def add(text):
+    with open(file, "a") as events:
+        events.write(text)
+slow = {"time": time.time(), "event": "slow_rank", "text": "rank 1 is late", "ranks": [1]}
+add("[" * 9000 + "\\n" + "x" * 40000 + '\\n{"event": 5, "time": 1, "text": "no"}\\nnull\\n\\xff\\n')
+add(json.dumps({**slow, "seconds_late": 0.1, "nested": {"a": [[]]}}) + "\\n")
+time.sleep(2)
+add(json.dumps({**slow, "seconds_late": 0.2, "time": 5}) + "\\n")
+add('{"event": "incomplete')
+time.sleep(1.5)
+if os.environ["ATTEMPT"] == "1":
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_slow_rank_is_printed_once_and_recorded_whatever_else_is_in_the_file(tmp_path, supervise):
+    command = [sys.executable, "-c", REPORTS_EVENTS]
+    save = f"line=$(cat); printf '%s\\n' \"$line\" >>{tmp_path}/alerts"
+    code, text = supervise(*command, ON_EVENT=save)
+    assert code == 0 and "WARNING" not in text, text
+    assert text.count("supervise.py: rank 1 is late\n") == 1
+    for attempt in attempts(tmp_path / "logs"):
+        assert [event["seconds_late"] for event in attempt["events"]] == [0.1, 0.2]
+        assert all(event["ranks"] == [1] for event in attempt["events"])
+    alerts = [json.loads(line) for line in (tmp_path / "alerts").read_text().split("\n") if line]
+    events = [alert["event"] for alert in sorted(alerts, key=lambda alert: alert["time"])]
+    assert events == ["slow_rank", "attempt_ended", "attempt_ended", "finished"]
+    assert [alert["cause"] for alert in alerts if alert["event"] == "attempt_ended"] == [
+        "killed",
+        "ended",
+    ]
+    assert not list(tmp_path.rglob("events_*"))
+
+
+def test_a_command_for_events_that_fails_or_hangs_delays_nothing(tmp_path, supervise, monkeypatch):
+    save = f"printf '%s\\n' \"$EVENT\" >>{tmp_path}/alerts"
+    command = f"{save}; echo the reason; sleep 1000 & exit 3"
+    code, text = supervise(*CRASH, ON_EVENT=command, MAX_RESTARTS="1")
+    assert code == 1 and text.count("WARNING: ON_EVENT failed with exit code 3\n") == 1, text
+    assert "the reason\n" in text
+    alerts = [json.loads(line) for line in (tmp_path / "alerts").read_text().splitlines()]
+    last = max(alerts, key=lambda alert: alert["time"])
+    assert last["event"] == "gave_up" and "MAX_RESTARTS=1 is reached" in last["text"]
+    module = load(SUPERVISE)
+    messages = []
+    monkeypatch.setattr(module, "log", messages.append)
+    monkeypatch.setattr(module, "LAST_SECONDS", 0.3)
+    alerts = module.Alerts("sleep 1000")
+    for number in range(6):
+        alerts.send({"event": str(number)})
+    assert len(alerts.running) == module.MAX_COMMANDS and len(alerts.waiting) == 2
+    processes = [process for process, _ in alerts.running]
+    alerts.finish()
+    assert [process.wait(10) for process in processes] == [-signal.SIGKILL] * 4
+    assert messages == ["WARNING: ON_EVENT was ended after 0.3 s"]
+
+
 # ------------------------------------------------------------------------------------ decisions
 
 
