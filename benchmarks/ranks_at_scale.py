@@ -161,7 +161,7 @@ def rank_info(name: str, host: int) -> dict:
     same |= {"file train_distributed.py": "4567abcd", "file configs/default.yaml": "89ababcd"}
     address = f"10.{host // 65536}.{host // 256 % 256}.{host % 256}"
     gpu = f"GPU-{host:08}-0000-0000-0000-{own_number() % PER_HOST:012}"
-    info = {"host": name, "pid": 0, "started": 0, "address": address, "gpu": gpu}
+    info = {"host": name, "pid": 0, "started": 0, "address": address, "gpu": gpu, "clock": name}
     return info | {"same": same}
 
 
