@@ -1509,6 +1509,7 @@ class CheckpointWriter:
         self.start_step = step
         self.saved_step = step
         self.failed_saves = 0  # in a row
+        self.failed_auto_saves = 0  # in a row
         self.began = time.time()
         self.last_save = time.monotonic()
         self.auto_interval = FIRST_AUTO_SECONDS
@@ -1536,22 +1537,26 @@ class CheckpointWriter:
         name = f"checkpoint_step_{state.step}" if rest else f"checkpoint_epoch_{epoch}"
         if automatic:
             name = self.auto_path.stem
-        with suppress(OSError):  # there is none, or the directory is read-only
-            (self.directory.path / "SAVE").unlink()
+        else:
+            with suppress(OSError):  # there is none, or the directory is read-only
+                (self.directory.path / "SAVE").unlink()
         content = self.content(name, state, learner)
         self.check_weights(content, learner.model)
         self.save_if_possible(content, final)
         self.last_save = time.monotonic()
         self.auto_interval = max(MIN_AUTO_SECONDS, (self.last_save - began) / AUTO_SHARE)
+        self.auto_interval *= 2 ** min(self.failed_auto_saves, 8)
 
     def save_if_possible(self, content: dict, final: bool) -> None:
         """If the disk is full, training continues, unless this is the final save or the third
-        failure in a row. Automatic saves are not counted.
+        failure in a row. Automatic saves are not counted, and become rarer.
         """
         try:
             self.save_file(content)
         except UserError as error:
-            if content["name"] != self.auto_path.stem:
+            if content["name"] == self.auto_path.stem:
+                self.failed_auto_saves += 1
+            else:
                 self.failed_saves += 1
             if final or error.cause != "disk" or self.failed_saves == 3:
                 raise
@@ -1564,6 +1569,7 @@ class CheckpointWriter:
         path = self.directory.path.resolve() / f"{content['name']}.pt"
         self.directory.replace_file(path.name, functools.partial(torch.save, content))
         self.failed_saves = 0
+        self.failed_auto_saves = 0
         self.saved_step = content["global_step"]
         if path != self.auto_path:
             self.saved = [old for old in self.saved if old != path] + [path]
@@ -1835,17 +1841,17 @@ class Coordinator:
     def check_replicas(self, step: int, digests: list[int]) -> None:
         """UserError, before anything is saved, if a rank has other weights than the others."""
         self.weights = f"{digests[0] % 2**64:016x}" if digests[0] else ""
-        usual = max(digests, key=digests.count)
-        if digests.count(usual) == len(digests):
+        if len(set(digests)) == 1:
             self.equal_step = step
             return
+        usual = max(digests, key=digests.count)
         ranks = [str(rank) for rank, digest in enumerate(digests) if digest != usual]
         who = "the ranks have different weights"
         if len(ranks) < len(digests) / 2:
             plural = "s" if len(ranks) > 1 else ""
             who = f"rank{plural} {', '.join(ranks)}: other weights than the other ranks"
         when = f"after step {self.equal_step} they were equal, after step {step} no longer"
-        cause = "a memory error, or code that changes the weights of one rank only"
+        cause = "a memory error, different hardware, or code that changes them on one rank only"
         text = f"{who}; {when}: {cause}. Nothing is saved; the same command resumes"
         raise UserError(text, "weights differ")
 
@@ -1869,13 +1875,19 @@ class Coordinator:
 def weights_digest(model: nn.Module) -> torch.Tensor:
     """The sum of the bits of all parameters, as integers that wrap around: exact in any order.
 
-    A single bit that differs gives another digest. Does not wait for the GPU.
+    A single bit that differs gives another digest. 0 if there are parameters of other kinds, such
+    as parts of a sharded one. Does not wait for the GPU.
     """
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
     sums = []
     for parameter in model.parameters():
-        size = parameter.element_size()
-        bits = parameter.detach().view(integers[size])
+        tensor = parameter.detach()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            return torch.zeros((), dtype=torch.int64, device=tensor.device)
+        size = tensor.element_size()
+        bits = tensor.view(integers[size])
         # On a CPU, PyTorch adds int32 as int64 20 times as slowly.
         total = bits.sum(dtype=integers[max(size, 4)])
         sums.append(total.long())

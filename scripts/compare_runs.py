@@ -313,7 +313,7 @@ def text_of(values: dict, name: str) -> str:
 
 def hint(a: Path, b: Path) -> list[str]:
     """How to compare the newest checkpoints that both directories have."""
-    names = [path.name for path in a.glob("checkpoint_*.pt") if (b / path.name).is_file()]
+    names = [path.name for path in a.glob("checkpoint_*_*.pt") if (b / path.name).is_file()]
     if not names:
         return []
     newest = max(names, key=lambda name: (a / name).stat().st_mtime)

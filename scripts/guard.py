@@ -1452,6 +1452,8 @@ def arrivals(step_ends: list[int], size: int) -> dict:
     ranks, and so is the choice among more than STEPS steps: of runs of RUN steps, because every
     fourth step, for example, may wait for the same loader worker.
     """
+    if not step_ends:
+        return {"group": "", "step_seconds": 0.0, "steps": {}}
     group, times = collectives_of_all_ranks(size)
     steps: dict[int, list[int]] = {}  # {index in step_ends: collectives}
     for number in sorted(times):

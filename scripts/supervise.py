@@ -29,11 +29,11 @@ The attempt log, attempts.jsonl in the run directory, has one line per attempt: 
 start_step, end_step, saved_step, recomputed, train_seconds, hosts, world_size, cause, reason,
 events (those of EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
-hang, NaN, disk, configuration, port, in use, replaced, exception.
+hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
 ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
 finished, gave_up. It finds the event as JSON on its standard input and in the variable EVENT:
 time, event, text, job, run_dir, and what is known of the attempt. supervise.py does not wait for
-the command, except for up to 10 s at the end, and ends it after 60 s.
+the command, except for up to 10 s at the end (2 s before a requeue), and ends it after 60 s.
 Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
 
 Environment:
@@ -90,6 +90,7 @@ EVENT_BYTES = 16384  # longer lines of EVENTS_FILE are ignored
 MAX_EVENTS = 100  # of an attempt; the rest is ignored
 COMMAND_SECONDS = 60  # time limit of ON_EVENT
 LAST_SECONDS = 10  # the same, when supervise.py ends
+REQUEUE_SECONDS = 2  # the same, before a requeue: Slurm's KillWait may be running
 VARIABLE_BYTES = 100_000  # Linux permits 128 KiB for a variable
 MAX_COMMANDS = 4  # of ON_EVENT at the same time
 NUMBER = (int, float)
@@ -309,7 +310,7 @@ class Supervisor:
         self.warning = ""  # the last one of watch()
         self.alerts = Alerts(os.environ.get("ON_EVENT"))
         self.events_polled = 0.0  # time of the last poll
-        self.seen = set()  # subjects of the events of all attempts
+        self.seen = set()  # subjects of the events of earlier attempts
 
         # attempts of this process
         self.count = 0
@@ -354,7 +355,7 @@ class Supervisor:
             facts = self.facts(attempt, max_restarts)
             decision = decide(facts)
             if decision == Decision.REQUEUE:
-                self.alerts.finish()  # Slurm kills this job at once
+                self.alerts.finish(REQUEUE_SECONDS)  # Slurm kills this job at once
             if decision == Decision.REQUEUE and not requeue():
                 decision = decide(facts, can_requeue=False)
             if decision == Decision.STOP:
@@ -364,9 +365,10 @@ class Supervisor:
                 text = report_crash(attempt, decision, facts)
             if decision != Decision.RESTART:
                 self.alert_of_decision(decision, text, attempt)
-                self.alerts.finish()
+                self.alerts.finish(LAST_SECONDS)
                 return exit_code(decision, cause, stopped_code)
             self.restarts += 1
+            self.seen.update(subject_of(event) for event in attempt["events"])
             if self.crashes > 0:
                 time.sleep(2)
 
@@ -589,9 +591,7 @@ class Supervisor:
         if self.is_recorded:
             self.record({**self.begun, "cause": "running", "events": self.events})
         for record in new:
-            subject = subject_of(record)
-            if subject not in self.seen:  # by an earlier attempt
-                self.seen.add(subject)
+            if subject_of(record) not in self.seen:
                 text = " ".join(record["text"].split())
                 log(text)
                 self.alert(record["event"], text, {**self.begun, **record})
@@ -798,11 +798,14 @@ class Alerts:
         running = []
         for process, began in self.running:
             code = process.poll()
-            if code is None and time.monotonic() < began + COMMAND_SECONDS:
+            is_alive = code is None
+            if code == 0:  # `mail` may have left a child that sends the mail
+                is_alive = group_is_alive(process)
+            if is_alive and time.monotonic() < began + COMMAND_SECONDS:
                 running.append((process, began))
                 continue
-            kill_at_once(process)  # or what it has left behind
-            if code is None:
+            kill_at_once(process)
+            if is_alive:
                 self.warn(f"ON_EVENT was ended after {COMMAND_SECONDS} s")
             elif code != 0:
                 self.warn(f"ON_EVENT failed with exit code {code}")
@@ -835,16 +838,16 @@ class Alerts:
         """The ids of the sessions of the commands."""
         return {process.pid for process, _ in self.running}
 
-    def finish(self):
-        """Give all commands a few seconds to end."""
-        deadline = time.monotonic() + LAST_SECONDS
+    def finish(self, seconds):
+        """Give all commands these seconds to end."""
+        deadline = time.monotonic() + seconds
         self.poll()
         while self.running and time.monotonic() < deadline:
             time.sleep(0.05)
             self.poll()
         for process, _ in self.running:
             kill_at_once(process)
-            self.warn(f"ON_EVENT was ended after {LAST_SECONDS} s")
+            self.warn(f"ON_EVENT was ended after {seconds} s")
         self.running = []
         self.waiting = []
 
@@ -853,6 +856,14 @@ class Alerts:
         if text != self.warning:
             log(f"WARNING: {text}")
         self.warning = text
+
+
+def group_is_alive(process):
+    """Whether its process group has any process."""
+    with suppress(OSError):
+        os.killpg(process.pid, 0)
+        return True
+    return False
 
 
 def kill_at_once(process):

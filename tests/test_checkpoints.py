@@ -138,19 +138,52 @@ def test_automatic_saves_take_one_percent_of_the_time(tmp_path, monkeypatch, sec
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(trainer.time, "monotonic", lambda: clock.now)
 
-    def save_file(self, content):
+    def save_file(content):
         clock.now += seconds
 
-    monkeypatch.setattr(trainer.CheckpointWriter, "save_file", save_file)
-    monkeypatch.setattr(trainer.CheckpointWriter, "content", lambda *_: {"name": "", "model": {}})
-    cfg = trainer.parse_config([])
-    directory = trainer.RunDirectory(str(tmp_path))
-    sampler = SimpleNamespace(steps_per_epoch=100)
-    writer = trainer.CheckpointWriter(directory, cfg, trainer.World(), {}, sampler, 0)
-    learner = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    writer, learner = writer_that_saves(tmp_path, monkeypatch, save_file)
     for wait in (60, interval, interval):
         clock.now += wait - 0.001
         assert not writer.auto_save_due()
         clock.now += 0.002
         assert writer.auto_save_due()
         writer.save(trainer.State(step=5), learner, automatic=True)
+
+
+def test_an_automatic_save_leaves_a_request_to_save(tmp_path, monkeypatch):
+    """A file SAVE that was made while the ranks agreed on the automatic save."""
+    (tmp_path / "SAVE").touch()
+    writer, learner = writer_that_saves(tmp_path, monkeypatch, lambda content: None)
+    writer.save(trainer.State(step=5), learner, automatic=True)
+    assert (tmp_path / "SAVE").exists()
+    writer.save(trainer.State(step=6), learner)
+    assert not (tmp_path / "SAVE").exists()
+
+
+def test_automatic_saves_that_fail_become_rarer_and_do_not_end_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    def fail(content):
+        raise trainer.UserError("is the disk full?", "disk")
+
+    writer, learner = writer_that_saves(tmp_path, monkeypatch, fail)
+    intervals = []
+    for step in range(1, 6):
+        writer.save(trainer.State(step=step), learner, automatic=True)
+        intervals.append(round(writer.auto_interval))
+    assert intervals == [20, 40, 80, 160, 320]
+    assert capsys.readouterr().err.count("training continues") == 5
+
+
+def writer_that_saves(directory, monkeypatch, save_file):
+    """(a CheckpointWriter that calls save_file(content), a learner for its save())"""
+    monkeypatch.setattr(
+        trainer.CheckpointWriter, "save_file", lambda self, content: save_file(content)
+    )
+    content = lambda self, name, *_: {"name": name, "model": {}}  # noqa: E731
+    monkeypatch.setattr(trainer.CheckpointWriter, "content", content)
+    run_directory = trainer.RunDirectory(str(directory))
+    sampler = SimpleNamespace(steps_per_epoch=100)
+    cfg = trainer.parse_config([])
+    writer = trainer.CheckpointWriter(run_directory, cfg, trainer.World(), {}, sampler, 0)
+    return writer, SimpleNamespace(model=torch.nn.Linear(1, 1))

@@ -75,7 +75,9 @@ def test_every_changed_bit_changes_the_digest():
         assert weights_digest(model) == digest
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float64", "complex64", "complex128", "float8_e4m3fn"]
+)
 def test_weights_of_any_type_have_a_digest(dtype):
     model = torch.nn.Module()
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
@@ -84,3 +86,12 @@ def test_weights_of_any_type_have_a_digest(dtype):
     digest = weights_digest(model)
     model.weight.data[1, 2, 1, 1] = 8
     assert weights_digest(model) != digest
+
+
+def test_weights_that_are_no_plain_tensors_are_not_compared():
+    class Quantized(torch.Tensor):
+        pass
+
+    model = torch.nn.Linear(2, 2)
+    model.quantized = torch.nn.Parameter(torch.ones(3).as_subclass(Quantized))
+    assert weights_digest(model) == 0

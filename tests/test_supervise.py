@@ -354,18 +354,19 @@ if os.environ["ATTEMPT"] == "1":
 """
 
 
-def test_a_slow_rank_is_printed_once_and_recorded_whatever_else_is_in_the_file(tmp_path, supervise):
+def test_events_are_printed_and_recorded_whatever_else_is_in_the_file(tmp_path, supervise):
+    """Both of the first attempt; the second attempt reports the same ones again."""
     command = [sys.executable, "-c", REPORTS_EVENTS]
     save = f"line=$(cat); printf '%s\\n' \"$line\" >>{tmp_path}/alerts"
     code, text = supervise(*command, ON_EVENT=save)
     assert code == 0 and "WARNING" not in text, text
-    assert text.count("supervise.py: rank 1 is late\n") == 1
+    assert text.count("supervise.py: rank 1 is late\n") == 2
     for attempt in attempts(tmp_path / "logs"):
         assert [event["seconds_late"] for event in attempt["events"]] == [0.1, 0.2]
         assert all(event["ranks"] == [1] for event in attempt["events"])
     alerts = [json.loads(line) for line in (tmp_path / "alerts").read_text().split("\n") if line]
     events = [alert["event"] for alert in sorted(alerts, key=lambda alert: alert["time"])]
-    assert events == ["slow_rank", "attempt_ended", "attempt_ended", "finished"]
+    assert events == ["slow_rank", "slow_rank", "attempt_ended", "attempt_ended", "finished"]
     assert [alert["cause"] for alert in alerts if alert["event"] == "attempt_ended"] == [
         "killed",
         "ended",
@@ -385,15 +386,25 @@ def test_a_command_for_events_that_fails_or_hangs_delays_nothing(tmp_path, super
     module = load(SUPERVISE)
     messages = []
     monkeypatch.setattr(module, "log", messages.append)
-    monkeypatch.setattr(module, "LAST_SECONDS", 0.3)
     alerts = module.Alerts("sleep 1000")
     for number in range(6):
         alerts.send({"event": str(number)})
     assert len(alerts.running) == module.MAX_COMMANDS and len(alerts.waiting) == 2
     processes = [process for process, _ in alerts.running]
-    alerts.finish()
+    alerts.finish(0.3)
     assert [process.wait(10) for process in processes] == [-signal.SIGKILL] * 4
     assert messages == ["WARNING: ON_EVENT was ended after 0.3 s"]
+
+
+def test_what_a_command_for_events_leaves_running_may_end(tmp_path):
+    """As `mail` leaves a process that sends the mail."""
+    alerts = load(SUPERVISE).Alerts(f"(sleep 0.5; touch {tmp_path}/sent) & true")
+    alerts.send({"event": "finished"})
+    deadline = time.monotonic() + 20
+    while alerts.running and time.monotonic() < deadline:
+        alerts.poll()
+        time.sleep(0.1)
+    assert (tmp_path / "sent").exists() and not alerts.running
 
 
 # ------------------------------------------------------------------------------------ decisions
