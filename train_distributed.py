@@ -1333,7 +1333,7 @@ class MetricsWriter:
         last_kind = ""
         content = self.path.read_bytes() if self.path.exists() else b""
         for line in content.splitlines():
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 record = json.loads(line)
                 if record["step"] <= step:
                     kept.append(line + b"\n")

@@ -37,6 +37,22 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+def read_objects(path: Path) -> list[dict]:
+    """The JSON objects of a file, one per line, without lines that are something else.
+
+    The last line may be half a line: the run is being written, or was killed.
+    """
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
 class Run:
     """What a run has recorded."""
 
@@ -48,15 +64,11 @@ class Run:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a file")
         try:
-            lines = path.read_text(errors="replace").splitlines()
+            records = read_objects(path)
         except OSError as error:
             raise UserError(f"{directory} is not a run directory ({error.strerror})") from None
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # half a line: the run is being written, or was killed
-            step = record.get("step") if isinstance(record, dict) else None
+        for record in records:
+            step = record.get("step")
             if not isinstance(step, int) or not is_number(step):
                 continue  # of another program
             if record.get("kind") == "train":
@@ -97,15 +109,9 @@ class Attempt(NamedTuple):
 def read_attempts(directory: Path) -> list[Attempt]:
     """Nothing if there is no attempt log; without lines that are damaged or of another program."""
     path = directory / "attempts.jsonl"
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    records = read_objects(path) if path.is_file() else []
     attempts = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(record, dict):
-            continue
+    for record in records:
         start, end, cause = (record.get(name) for name in ("start", "end", "cause"))
         if not is_number(start) or not is_number(end) or not 0 <= start <= end < NEVER:
             continue  # it is still running, or is not ours

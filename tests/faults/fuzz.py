@@ -126,7 +126,7 @@ def records(good: list[dict]):
 
 def damages():
     """Draws what happens to a file: (kind, position from 0 to 1)."""
-    kinds = ["truncated", "flipped", "empty", "text", "gone"]
+    kinds = ["truncated", "flipped", "empty", "text", "nested", "gone"]
     kinds += ["directory", "FIFO", "dangling link", "link"]
     return st.tuples(st.sampled_from(kinds), st.floats(0, 1, exclude_max=True))
 
@@ -144,6 +144,8 @@ def damage(path: Path, kind: str, position: float, outside: Path) -> None:
         path.touch()
     elif kind == "text":
         path.write_text("not what was here\n" * 9)
+    elif kind == "nested":
+        path.write_text("[" * 100_000)
     elif kind == "directory":
         path.mkdir()
     elif kind == "FIFO":

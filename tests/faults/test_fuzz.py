@@ -36,7 +36,8 @@ TORCHRUN_VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_
 TORCHRUN_VARIABLES |= {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 STEP = dict(zip(STEP_VARIABLES, ("0", "3", "1", "4", "2(x2)")))
 CHECKPOINTS = ["checkpoint_epoch_1.pt", "checkpoint_step_50.pt", "checkpoint_epoch_2.pt"]
-STEPS = dict(zip(CHECKPOINTS, (26, 50, 52)))
+CHECKPOINTS += ["checkpoint_auto.pt"]
+STEPS = dict(zip(CHECKPOINTS, (26, 50, 52, 40)))
 STATUS = {"state": "running", "reason": "", "run_dir": "/nowhere", "start_step": 0, "time": 9.5}
 STATUS |= {"global_step": 52, "saved_step": 26, "world_size": 2, "began": 1.5}
 FAILURE = {"cause": "exception", "reason": "ValueError: x", "rank": 1, "host": "n01"}
@@ -165,6 +166,7 @@ FOREIGN = [
 )
 @example(damaged={"metrics.jsonl": ("directory", 0.0)}, resume="auto")
 @example(damaged={"metrics.jsonl": ("FIFO", 0.0)}, resume="auto")
+@example(damaged={"metrics.jsonl": ("nested", 0.0)}, resume="auto")
 def test_run_directories(tmp_path, run_directory, damaged, resume):
     run = tmp_path / "run"
     shutil.rmtree(run, ignore_errors=True)
@@ -255,6 +257,7 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
 @given(LINES, st.lists(fuzz.records([ATTEMPT, ATTEMPT | {"cause": "hang"}]), max_size=4))
 @example(lines=['{"kind": "train", "step": 1, "loss": [[]]}'], attempts=[])
 @example(lines=['{"kind": "epoch", "step": 1, "test_accuracy": null}'], attempts=[])
+@example(lines=["[" * 100_000, json.dumps(METRIC)], attempts=["[" * 100_000])
 @example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"cause": "$x_"})])
 @example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"end": 1e308})])
 @example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"end": float("nan")})])
