@@ -140,11 +140,8 @@ def read_records(path: Path) -> dict[tuple[str, int], dict]:
 
 def parse_record(line: bytes) -> dict | None:
     """None if it is not a record: half a line, NUL bytes, or another program's."""
-    try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+    record = parse_object(line)
+    if not isinstance(record.get("kind"), str):
         return None
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
