@@ -33,7 +33,6 @@ Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 from __future__ import annotations
 
 import bisect
-import collections
 import ctypes
 import faulthandler
 import fcntl
@@ -53,7 +52,7 @@ import threading
 import time
 import types
 import zipfile
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -77,12 +76,12 @@ BATCH = 500  # keys in one request to the store
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 RECORDERS = ["nccl", "nccl2", "nccl-lazy", "xccl", "gloo"]  # PyTorch's, from 2.15 on
 MAX_COMPARED = 512  # ranks: rank 0 would wait too long for the notes and clocks of more
-WARM_UP = 10  # optimizer steps that are not compared
-SLOW = 0.05  # a slow rank delays the others by at least this share of a step
-STEPS = 40  # of each rank that are compared in an interval, at most
-RUN = 8  # consecutive ones of these
+WARM_UP_STEPS = 10  # optimizer steps that are not compared
+SLOW_SHARE = 0.05  # a slow rank delays the others by at least this share of a step
+MAX_STEPS = 40  # of each rank that are compared in an interval, at most
+STEPS_IN_A_ROW = 8  # these are chosen in runs of this length
 MIN_STEPS = 8  # fewer are kept until the next interval
-COLLECTIVES = 5  # of each step that are compared, at most
+MAX_COLLECTIVES = 5  # of each step that are compared, at most
 PINGS = 8  # exchanged with rank 0 to compare the clocks of two hosts
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
 WAITING_CODE = re.compile(  # of PyTorch: where the main thread waits for other ranks
@@ -758,7 +757,7 @@ class HangWatch:
         if self.fixed_timeout == 0 and rank == 0:
             print("guard.py: HANG_TIMEOUT is 0: hangs are not detected", flush=True)
         self.steps = 0
-        self.step_ends = collections.deque(maxlen=2000)  # nanoseconds since 1970
+        self.step_ends = deque(maxlen=2000)  # nanoseconds since 1970
         self.found = threading.Event()  # a hang, on another rank
         self.over = threading.Event()  # the script has ended
         self.is_reporting = threading.Event()
@@ -801,7 +800,7 @@ class HangWatch:
 
     def on_step(self, *_) -> None:
         self.steps += 1
-        if self.steps >= WARM_UP:
+        if self.steps >= WARM_UP_STEPS:
             self.step_ends.append(time.time_ns())
 
     def poll(self) -> None:
@@ -1280,8 +1279,8 @@ class SlowRankWatch:
     All ranks have the same step time, because each collective waits for the last rank: the slow
     rank is the one that waits least. PyTorch's Flight Recorder has the time at which a rank created
     each collective. In each interval, each rank writes these times to the store, for a few
-    collectives of up to STEPS optimizer steps. Rank 0 names a rank if it is late in two intervals
-    in a row, by a share of at least SLOW of a step and by more than the error of the clocks.
+    collectives of up to MAX_STEPS optimizer steps. Rank 0 names a rank if it is late in two
+    intervals in a row, by at least SLOW_SHARE of a step and by more than the error of the clocks.
     """
 
     def __init__(self, rank: int, size: int, store, infos: dict[int, dict], step_ends,
@@ -1384,7 +1383,7 @@ class SlowRankWatch:
         self.steps = []
         step_seconds = own_note["step_seconds"]
         error = max(error for _, error in clocks)
-        late = find_slow_ranks(steps, max(SLOW * step_seconds, error))
+        late = find_slow_ranks(steps, max(SLOW_SHARE * step_seconds, error))
         again = late & self.late
         self.named &= late | self.late
         self.late = late
@@ -1449,8 +1448,8 @@ def arrivals(step_ends: list[int], size: int) -> dict:
 
     {"group": the process group; "step_seconds": the usual time of a step; "steps": {number of its
     first collective: [[number, nanoseconds since 1970], ...]}}. The numbers are the same on all
-    ranks, and so is the choice among more than STEPS steps: of runs of RUN steps, because every
-    fourth step, for example, may wait for the same loader worker.
+    ranks, and so is the choice among more than MAX_STEPS steps: runs of STEPS_IN_A_ROW, because
+    every fourth step, for example, may wait for the same loader worker.
     """
     if not step_ends:
         return {"group": "", "step_seconds": 0.0, "steps": {}}
@@ -1468,12 +1467,12 @@ def arrivals(step_ends: list[int], size: int) -> dict:
     note["step_seconds"] = middle([later - end for end, later in zip(ends, ends[1:])]) / 1e9
     usual_length = middle([len(steps[index]) for index in complete])
     stride = 1
-    while len(complete) > STEPS * stride:
+    while len(complete) > MAX_STEPS * stride:
         stride *= 2
     for index in complete:
         numbers = steps[index]
-        if numbers[0] // usual_length // RUN % stride == 0:
-            chosen = evenly_spaced(numbers, COLLECTIVES)
+        if numbers[0] // usual_length // STEPS_IN_A_ROW % stride == 0:
+            chosen = evenly_spaced(numbers, MAX_COLLECTIVES)
             note["steps"][str(numbers[0])] = [[number, times[number]] for number in chosen]
     return note
 
