@@ -1545,7 +1545,7 @@ class CheckpointWriter:
         self.save_if_possible(content, final)
         self.last_save = time.monotonic()
         self.auto_interval = max(MIN_AUTO_SECONDS, (self.last_save - began) / AUTO_SHARE)
-        self.auto_interval *= 2 ** min(self.failed_auto_saves, 8)
+        self.auto_interval *= 2 ** min(self.failed_auto_saves, 8)  # on a full disk: more rarely
 
     def save_if_possible(self, content: dict, final: bool) -> None:
         """If the disk is full, training continues, unless this is the final save or the third
@@ -1778,7 +1778,7 @@ class Coordinator:
         self.synced_at = time.monotonic()
         self.skipped_steps = 0  # since the last sync without any
         self.equal_step = writer.start_step  # the last one with the same weights on all ranks
-        self.weights = ""  # digest of rank 0's weights at the last sync; "": not compared
+        self.weights = ""  # digest of rank 0's weights at the last sync; "": unknown
 
     def is_due(self, step: int) -> bool:
         """Whether to call agree() after this step. The same on all ranks."""
@@ -1807,6 +1807,7 @@ class Coordinator:
         # The scale is a power of two. To read it by itself would wait for the GPU a second time.
         scale = learner.scaler.scale(torch.ones((), device=self.world.device))
         scale_exponent = scale.clamp(2.0**-126, 2.0**127).log2().round()  # neither 0 nor infinity
+        # Each is added over all ranks; the sums come back in the same order.
         flags = [self.stop_flag.poll(), save_requested, auto_save]
         flags += [microseconds_per_step, scale_exponent, self.digests(learner)]
         totals, results = sums.all_reduce(self.world, flags)
@@ -1828,12 +1829,14 @@ class Coordinator:
         return stops > 0, save
 
     def digests(self, learner: Learner) -> torch.Tensor:
-        """[world size]: the digest of this rank's weights at its rank; 0 where no other has them.
+        """[world size]: the digest of this rank's weights in its own place, 0 in the others.
 
-        The other places are 0, so that a sum over all ranks has the digest of each rank.
+        The sum over all ranks then has the digest of each rank. Where ranks may have different
+        weights, as with FSDP, all places are 0.
         """
         digests = torch.zeros(self.world.world_size, dtype=torch.int64, device=self.world.device)
-        are_replicas = learner.ddp is not learner.model or self.cfg.reproducible
+        uses_ddp = learner.ddp is not learner.model
+        are_replicas = uses_ddp or self.cfg.reproducible
         if are_replicas or self.world.world_size == 1:
             digests[self.world.rank] = weights_digest(learner.model)
         return digests
@@ -1860,12 +1863,12 @@ class Coordinator:
         if self.cfg.amp == "fp16":
             too_often = exponent < -10  # in fp16, some skipped steps are usual
         else:
-            skipped = -exponent
+            skipped = -exponent  # without fp16, the scale begins at 1 and never grows
             if skipped:
                 text = f"WARNING: {skipped} steps skipped: their gradients were not finite"
                 log_on_rank_0(self.world, text, sys.stderr)
                 scaler.update(1.0)
-            self.skipped_steps = self.skipped_steps + skipped if skipped else 0
+            self.skipped_steps = (self.skipped_steps + skipped) if skipped else 0
             too_often = self.skipped_steps > 10
         if too_often:
             remedy = "lower --lr or set --clip-grad-norm"
@@ -1875,8 +1878,9 @@ class Coordinator:
 def weights_digest(model: nn.Module) -> torch.Tensor:
     """The sum of the bits of all parameters, as integers that wrap around: exact in any order.
 
-    A single bit that differs gives another digest. 0 if there are parameters of other kinds, such
-    as parts of a sharded one. Does not wait for the GPU.
+    A single bit that differs gives another digest; two values that were exchanged do not. 0 if
+    there are parameters of other kinds, such as parts of a sharded one. Buffers, such as the
+    statistics of BatchNorm, are left out. Does not wait for the GPU.
     """
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
     sums = []
