@@ -32,6 +32,7 @@ import faulthandler
 import fcntl
 import functools
 import importlib
+import io
 import json
 import math
 import multiprocessing
@@ -567,7 +568,7 @@ def open_run(task: Task, cfg: argparse.Namespace, world: World) -> Run:
     directory = RunDirectory(cfg.checkpoint_dir)
     on_rank_0(world, directory.lock)
     path = on_rank_0(world, find_checkpoint, directory, cfg.resume)
-    checkpoint = load_checkpoint(path) if path else None
+    checkpoint = load_on_all_ranks(world, path) if path else None
     settle_config(cfg, checkpoint, world)
     if cfg.reproducible and task.across_ranks:
         text = "this loss depends on the number of ranks: use --deterministic"
@@ -1622,15 +1623,21 @@ class CheckpointWriter:
             self.directory.replace_file(copy_for_supervisor, lambda file: file.write(text))
 
 
-def load_checkpoint(path: Path) -> dict:
-    """The content of a checkpoint, on the CPU. UserError if it is damaged, or not one of ours."""
+def load_checkpoint(path: Path, file: io.BytesIO | None = None) -> dict:
+    """The content of a checkpoint, on the CPU. UserError if it is damaged, or not one of ours.
+
+    file: the same file in memory, if it has been read already.
+    """
     place = f"{path} on {socket.gethostname()}"
     try:
+        source = path if file is None else file
         # The file is a zip archive with a CRC-32 for each record, which torch.load() ignores.
-        damaged = zipfile.ZipFile(path).testzip()
+        damaged = zipfile.ZipFile(source).testzip()
         if damaged:
             raise ValueError(f"wrong CRC-32 of {damaged}")
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        if file is not None:
+            file.seek(0)
+        content = torch.load(source, map_location="cpu", weights_only=True)
         name = content["name"]  # KeyError if it is not one of ours
     except Exception as error:  # a file can be damaged in many ways
         cause = f"{type(error).__name__}: {error}"
@@ -1643,6 +1650,21 @@ def load_checkpoint(path: Path) -> dict:
         text = f"{place} ({name}) is of an earlier version of train_distributed.py"
         raise UserError(f"{text}: finish the run with that version, or choose another directory")
     return content
+
+
+def load_on_all_ranks(world: World, path: Path) -> dict:
+    """load_checkpoint(), but only rank 0 reads the file, and sends it to the others. Collective."""
+    file = io.BytesIO()
+    size = on_rank_0(world, lambda: file.write(path.read_bytes()))
+    if world.world_size > 1:
+        if world.rank != 0:
+            file.write(bytes(size))
+        buffer = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        for chunk in buffer.split(2**28):  # 256 MB, because it passes through the GPU's memory
+            on_device = chunk.to(world.device)
+            dist.broadcast(on_device, src=0)
+            chunk.copy_(on_device)
+    return load_checkpoint(path, file)
 
 
 def find_checkpoint(directory: RunDirectory, resume: str) -> Path | None:
@@ -1661,7 +1683,10 @@ def find_checkpoint(directory: RunDirectory, resume: str) -> Path | None:
             log(f"WARNING: skipped: {error}", sys.stderr)
     if saved:
         raise UserError(f"no intact checkpoint in {directory.path}: choose another directory")
-    return None if resume in ("auto", "none") else Path(resume)
+    if resume in ("auto", "none"):
+        return None
+    load_checkpoint(Path(resume))  # UserError if it is not intact
+    return Path(resume)
 
 
 def step_of(path: Path) -> float:

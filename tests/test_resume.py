@@ -93,3 +93,25 @@ def test_a_run_stopped_by_a_signal_to_one_rank_ends_bitwise_equal(tmp_path, tiny
 
     train(run, RANKS, *options, during=signal_one)
     assert_same_end(train(run, RANKS, *options), untouched)
+
+
+# Each rank reports the checkpoints that it reads.
+READERS = """if True:
+    import os, sys
+
+    def report(event, arguments):
+        path, mode, _ = arguments if event == "open" else ("", "", 0)
+        if str(path).endswith(".pt") and "w" not in (mode or ""):
+            os.write(1, f"{path} was read\\n".encode())
+
+    sys.addaudithook(report)
+"""
+
+
+def test_only_rank_0_reads_the_checkpoint(tmp_path, tiny, untouched):
+    options = [*tiny, EPOCHS, BATCH]
+    train(tmp_path / "run", RANKS, *options, "--stop-at-step=4")
+    resumed = train(tmp_path / "run", RANKS, *options, before=READERS)
+    line = f"{tmp_path / 'run'}/checkpoint_step_4.pt was read\n"
+    assert [line in out for out in resumed.out] == [True, False, False]
+    assert_same_end(resumed, untouched)
