@@ -10,10 +10,10 @@
 
 The contestants (benchmarks/contestants.py):
 
-    limit         a bare loop over floats in memory, with the settings of the launchers
+    limit         a loop over floats in memory, with the settings of guard.py
     sums          the limit plus one all_reduce of all gradients per step (2 or more ranks)
-    ours          train_distributed.py as the launchers start it: with scripts/guard.py, its own
-                  cores and tuned glibc malloc
+    ours          train_distributed.py as the launchers start it: with scripts/guard.py, which gives
+                  each rank its own cores and makes malloc keep memory
     bare          train_distributed.py started by torchrun alone
     reproducible  ours with --reproducible
     template      what most DDP tutorials do
@@ -21,6 +21,7 @@ The contestants (benchmarks/contestants.py):
     lightning     Lightning's Trainer    (pip install -r benchmarks/requirements.txt)
     accelerate    Accelerate             (the same)
     timm          timm's loader, loss, optimizer and loop (the same)
+    PEER+guard    each of these five, started with scripts/guard.py, like ours
     before        with --before DIR: `ours` of DIR/benchmarks/contestants.py
     NAME          with --recipe NAME: `ours` with docs/recipes/NAME.patch
 
@@ -50,19 +51,21 @@ from pathlib import Path
 import contestants
 from ranks import MALLOC, REPO, apply_recipe, run_ranks
 
-NAMES = list(contestants.CONTESTANTS)
+PEERS = ["template", "examples", "lightning", "accelerate", "timm"]
+NAMES = [*contestants.CONTESTANTS, *[f"{peer}+guard" for peer in PEERS]]
 
 
 def launch(name: str, ranks: int, options) -> dict[str, float]:
     """Run one turn of a contestant in new processes."""
     root, env = options.copies.get(name, REPO), {}
-    ours = name in ("ours", "reproducible", *options.copies)
-    words = [root / "benchmarks/contestants.py", "ours" if name in options.copies else name]
+    program = "ours" if name in options.copies else name.removesuffix("+guard")
+    words = [root / "benchmarks/contestants.py", program]
     guard = root / "scripts/guard.py"
-    if ours and guard.exists():
+    has_guard = program in ("ours", "reproducible") or name.endswith("+guard")
+    if has_guard and guard.exists():
         words.insert(0, guard)
-    if name in ("limit", "sums") or words[0] == guard:
-        env = {} if options.gpu else MALLOC
+    if name in ("limit", "sums", *options.copies) and not options.gpu:
+        env = dict(MALLOC)  # the guard.py of an older copy does not set it
     if name == "bare":
         env = {"OMP_NUM_THREADS": "1" if ranks > 1 else None}  # as torchrun sets it
     env |= {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
@@ -212,11 +215,15 @@ def parse_options() -> argparse.Namespace:
         options.classes = sum(path.is_dir() for path in Path(options.data_dir, "train").iterdir())
     options.names = [name for name in NAMES if name in options.only]
     options.absent, options.failed = {}, False  # name of a contestant without figures: why
-    for name in ("lightning", "accelerate", "timm"):
-        if name in options.names and not importlib.util.find_spec(name):
-            print(f"Skipping {name}: pip install -r benchmarks/requirements.txt", file=sys.stderr)
-            options.names.remove(name)
-            options.absent[name] = "not installed"
+    for package in ("lightning", "accelerate", "timm"):
+        if importlib.util.find_spec(package):
+            continue
+        for name in (package, f"{package}+guard"):
+            if name in options.names:
+                text = f"Skipping {name}: pip install -r benchmarks/requirements.txt"
+                print(text, file=sys.stderr)
+                options.names.remove(name)
+                options.absent[name] = "not installed"
     options.copies = {}  # name of a contestant: its copy of this repository
     if options.before:
         options.names.insert(0, "before")

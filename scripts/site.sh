@@ -53,12 +53,6 @@ srun=(srun --export=ALL)
 # srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data")    # Pyxis and Enroot:
 # python=(python3)    # that of the container, where .venv may not work
 
-# ---- memory. On a machine without GPUs, glibc would return each large activation to the kernel and fault it
-# in again in the next step, which is the largest single cost of a small network on a CPU.
-if [[ ! -e /dev/nvidia0 && ! -e /dev/kfd ]]; then
-  export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.trim_threshold=2147483647:glibc.malloc.mmap_max=0}"
-fi
-
 # ---- network. NCCL detects NVLink and InfiniBand; set a variable only if a test shows that you must.
 # export NCCL_SOCKET_IFNAME="=ib0"   # interface for bootstrap; "=" exact name, "^" exclude
 # export GLOO_SOCKET_IFNAME="eth0"   # the same for gloo; exact names only

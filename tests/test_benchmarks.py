@@ -32,9 +32,10 @@ def test_speed_compares_with_the_limit(tmp_path):
 @pytest.mark.long
 def test_speed_runs_all_contestants_on_two_ranks(tmp_path):
     out = run(tmp_path, "speed.py", *"--ranks 2 --rounds 1 --steps 40".split())
-    names = re.findall(r"^\| (\w+) \| \d+ ", out, re.M)
-    peers = ["template", "examples", "lightning", "accelerate"]
-    assert names == ["limit", "sums", "ours", "bare", "reproducible", *peers]
+    names = re.findall(r"^\| (\S+) \| \d+ ", out, re.M)
+    peers = ["template", "examples", "lightning", "accelerate", "timm"]
+    expected = ["limit", "sums", "ours", "bare", "reproducible", *peers]
+    assert names == expected + [f"{peer}+guard" for peer in peers]
 
 
 @pytest.mark.long

@@ -608,6 +608,39 @@ def test_a_rank_is_bound_to_the_cores_near_its_gpu(tmp_path, rank, env, mask, ra
     assert int(result.stdout.split()[-1]) in (share, share + 1)
 
 
+# Prints how many pages of an activation of 80 MB (20,000 pages) are faulted in again in each step.
+PAGE_FAULTS = """if True:
+    import resource
+    import torch
+
+    def faults():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    def step():
+        activation = torch.ones(20_000_000)
+        return activation
+
+    for _ in range(20):  # the heap grows in the first ones
+        step()
+    before = faults()
+    for _ in range(10):
+        step()
+    print((faults() - before) // 10)
+"""
+
+
+@pytest.mark.skipif(guard.has_gpu(), reason="guard.py leaves malloc alone on machines with GPUs")
+@pytest.mark.parametrize(("tunables", "kept"), [("", True), ("glibc.malloc.tcache_count=7", False)])
+def test_freed_memory_is_kept_unless_the_user_has_set_malloc(tmp_path, tunables, kept):
+    script = tmp_path / "my_train.py"
+    script.write_text(PAGE_FAULTS)
+    env = os.environ | {"GLIBC_TUNABLES": tunables}
+    command = [sys.executable, GUARD, script]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert (int(result.stdout) < 1000) == kept, result.stdout
+
+
 @pytest.mark.parametrize(
     ("variables", "allowed", "share"),
     [
