@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Checks and measures everything that needs a GPU, without a network: first what is right (hangs, kills,
-# exact resume), then what is fast. Writes the section "On a GPU" of docs/PERFORMANCE.md to a file, again
-# after each part, and all output to a .log file beside it. A part that fails or exceeds its time limit does
-# not stop the others. Run it again to measure the rest: it goes on with the parts that the report lacks.
+# exact resume), then what is fast. Writes a report, again after each part, and all output to a .log file
+# beside it. A part that fails or exceeds its time limit does not stop the others. Run it again to measure
+# the rest: it goes on with the parts that the report lacks.
 # Exit code: 0 no part failed, 1 a part failed, 2 user error.
 #
 # Usage: benchmarks/on_gpu.sh [--cpu] [--only PART...] [--data-dir DIR] [--output FILE] [--minutes N]
