@@ -4,8 +4,10 @@ import os
 import re
 import subprocess
 import sys
+from operator import attrgetter
 
 import pytest
+import train_distributed
 from harness import LONG, REPO, copy_repository, write_program
 from pages import anchors, blocks, broken_links, commands, difference, links, slug, without_code
 
@@ -21,7 +23,7 @@ NOT_HERE = {
 }
 if not LONG:
     NOT_HERE["quickstart.sh"] = ".ci/run begins with it"
-    NOT_HERE["runs/one|runs/two|runs/mlp|git apply"] = "other tests run the same every day"
+    NOT_HERE["runs/one"] = "other tests run the same every day"
 WARNINGS_ALLOWED = {"python scripts/doctor.py": 1}  # its exit code if it has found anything
 
 
@@ -114,3 +116,11 @@ def test_every_launcher_has_the_same_five_headings():
         place = slugs.index(launcher)
         assert titles[place + 1 : place + 6] == five, launcher
     assert len(launchers) >= 10
+
+
+def test_the_functions_in_the_life_of_a_step_exist():
+    page = (REPO / "docs/LIFE_OF_A_STEP.md").read_text()
+    names = set(re.findall(r"`([\w.]+)\(\)`", page)) - {"no_sync"}  # DDP's
+    assert len(names) > 15
+    for name in names:
+        attrgetter(name)(train_distributed)
