@@ -608,7 +608,8 @@ def start(run: Run, path: Path | None) -> None:
     """Say what is trained, and evaluate now if that was interrupted. Collective."""
     cfg, world, step = run.cfg, run.world, run.state.step
     steps_per_epoch = run.sampler.steps_per_epoch
-    batch = f"{cfg.global_batch_size} = {run.sampler.per_step} micro-batches of {cfg.batch_size}"
+    noun = "micro-batch" if run.sampler.per_step == 1 else "micro-batches"
+    batch = f"{cfg.global_batch_size} = {run.sampler.per_step} {noun} of {cfg.batch_size}"
     log_on_rank_0(world, f"Global batch {batch}; {steps_per_epoch} steps per epoch")
     origin = f"Resuming from {path} at step {step}" if path else "Starting a new run"
     log_on_rank_0(world, origin)

@@ -7,9 +7,10 @@ import sys
 from operator import attrgetter
 
 import pytest
-import train_distributed
 from harness import LONG, REPO, copy_repository, write_program
 from pages import anchors, blocks, broken_links, commands, difference, links, slug, without_code
+
+import train_distributed
 
 # Not those of .venv and .pytest_cache.
 PAGES = sorted(p for p in REPO.rglob("*.md") if "/." not in f"/{p.relative_to(REPO)}")
@@ -95,6 +96,16 @@ def test_the_commands_of_the_readme_print_what_it_shows(clone):
         if kind == "text" and here:
             assert difference(shown, output) == "", output
     assert ran >= 4
+
+
+def test_the_task_of_the_readme_learns(clone):
+    (code,) = [
+        text for language, text in blocks((REPO / "README.md").read_text()) if language == "python"
+    ]
+    (clone / "my_train.py").write_text(code)
+    out = run("python my_train.py --checkpoint-dir runs/readme", clone)
+    accuracy = re.findall(r"Test Accuracy: ([\d.]+)%", out)[-1]
+    assert float(accuracy) > 90, out
 
 
 def test_the_example_of_a_model_and_data_of_your_own(clone):

@@ -129,6 +129,7 @@ def test_several_ranks_on_a_mac_use_its_cpu(four_gpus, monkeypatch):
 def test_plain_python_in_a_batch_shell_is_a_single_process(tmp_path, tiny):
     result = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", env=BATCH_SHELL)
     assert "Starting distributed training on 1 process (1 per node)\n" in result.out[0]
+    assert "Global batch 8 = 1 micro-batch of 8; " in result.out[0]
 
 
 def test_rank_0_prints_the_topology_and_the_others_print_nothing(tmp_path, tiny):
