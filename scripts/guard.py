@@ -51,7 +51,6 @@ import sys
 import threading
 import time
 import types
-import zipfile
 from collections import Counter, deque
 from contextlib import suppress
 from datetime import timedelta
@@ -73,6 +72,8 @@ NVIDIA_SMI = "nvidia-smi -L"
 SMI_SECONDS = 30  # it may take long while a GPU is reset
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
 BATCH = 500  # keys in one request to the store
+FIRST_PAUSE = 0.05  # seconds between two requests of a rank that waits for a key
+STORE_RATE = 1000  # such requests of all ranks per second: with many ranks, the pauses are longer
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 RECORDERS = ["nccl", "nccl2", "nccl-lazy", "xccl", "gloo"]  # PyTorch's, from 2.15 on
 MAX_COMPARED = 512  # ranks: rank 0 would wait too long for the notes and clocks of more
@@ -590,13 +591,15 @@ def wait_until_set(store, keys: list[str], deadline: float) -> bool:
     The pauses become longer, because thousands of ranks may wait. store.wait() would need no
     pauses, but prints warnings when its time is over.
     """
-    pause = 0.05
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    longest = min(max(FIRST_PAUSE, size / STORE_RATE), 1)
+    pause = FIRST_PAUSE
     while not store.check(keys):
         rest = deadline - time.monotonic()
         if rest < 0:
             return False
         time.sleep(min(pause, rest))
-        pause = min(1.2 * pause, 1)
+        pause = min(1.2 * pause, longest)
     return True
 
 
@@ -1598,6 +1601,8 @@ def run(arguments: list[str]) -> None:
 
     SCRIPT is a file, or a directory or a zip file with a __main__.py.
     """
+    import zipfile  # only here: it takes time, and a launcher starts this file several times
+
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()

@@ -236,6 +236,15 @@ def made_progress(attempt):
     return attempt["end"] - attempt["start"] > PROGRESS_SECONDS
 
 
+def pause_before_restart(crashes):
+    """Seconds to wait, so that what made an attempt fail without progress has time to go away.
+
+    crashes: in a row without progress. The first restart follows at once: most often, the attempt
+    had no time to save.
+    """
+    return 2 if crashes > 1 else 0
+
+
 def exit_code(decision, cause, stopped_code):
     """The exit code of supervise.py."""
     if decision == Decision.FINISH:
@@ -369,8 +378,7 @@ class Supervisor:
                 return exit_code(decision, cause, stopped_code)
             self.restarts += 1
             self.seen.update(subject_of(event) for event in attempt["events"])
-            if self.crashes > 0:
-                time.sleep(2)
+            time.sleep(pause_before_restart(self.crashes))
 
     def alert_of_decision(self, decision, text, attempt):
         if decision == Decision.FINISH:

@@ -1005,6 +1005,33 @@ def test_rank_zero_waits_a_bounded_time_for_ten_thousand_that_do_not_end(store, 
     assert watch.ended_ranks() == f"rank 0 on {HOST}, rank 5 on {HOST}"
 
 
+class SlowStore:
+    """A store whose key is set at a time of the clock, a list of one number."""
+
+    def __init__(self, clock, set_at):
+        self.clock = clock
+        self.set_at = set_at
+        self.requests = 0
+
+    def check(self, keys):
+        self.requests += 1
+        return self.clock[0] >= self.set_at
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late", "requests"), [(8, 0.06, 1300), (256, 0.3, 300), (10_000, 1.1, 80)]
+)
+def test_few_ranks_notice_a_key_soon_and_many_ask_rarely(monkeypatch, ranks, late, requests):
+    """late: seconds after the key was set. requests: of one rank in a minute."""
+    clock = [0.0]
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    store = SlowStore(clock, set_at=60)
+    assert guard.wait_until_set(store, ["key"], 300)
+    assert clock[0] < 60 + late and store.requests < requests
+
+
 def verdict(notes, silent=()) -> str:
     size = len(notes) + len(silent)
     watch = guard.HangWatch.__new__(guard.HangWatch)

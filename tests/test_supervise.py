@@ -527,6 +527,11 @@ def test_a_script_that_ignores_the_deadline_is_stopped_by_its_stop_file(tmp_path
     assert (tmp_path / "step").exists()
 
 
+def test_the_first_restart_is_at_once_and_a_second_crash_without_progress_waits():
+    module = load(SUPERVISE)
+    assert [module.pause_before_restart(crashes) for crashes in range(3)] == [0, 0, 2]
+
+
 def test_crashes_with_progress_are_retried_until_max_restarts(tmp_path, supervise):
     (tmp_path / "own.py").write_text(OWN_SCRIPT)
     command = [sys.executable, tmp_path / "own.py", "crash"]
