@@ -1547,9 +1547,9 @@ class CheckpointWriter:
         self.check_weights(content, learner.model)
         self.save_if_possible(content, final)
         self.last_save = time.monotonic()
-        self.save_seconds += self.last_save - began
         self.auto_interval = max(MIN_AUTO_SECONDS, (self.last_save - began) / AUTO_SHARE)
         self.auto_interval *= 2 ** min(self.failed_auto_saves, 8)  # on a full disk: more rarely
+        self.save_seconds += self.last_save - began
 
     def save_if_possible(self, content: dict, final: bool) -> None:
         """If the disk is full, training continues, unless this is the final save or the third
