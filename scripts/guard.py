@@ -121,6 +121,7 @@ def run_as_rank(arguments: list[str]) -> None:
     if os.environ.get("GUARD") != "0" and world["WORLD_SIZE"] > 1:
         store, infos = check_ranks(world, arguments)
         watch = HangWatch(world["RANK"], store, infos)
+    signals = log_signals()
     error = None
     try:
         run(arguments)
@@ -133,7 +134,7 @@ def run_as_rank(arguments: list[str]) -> None:
         watch.end(error)
     if error:
         if not is_fork:
-            report_error(error, world["RANK"], watch)
+            report_error(error, world["RANK"], watch, signals)
         if not isinstance(error, Exception):  # SystemExit or KeyboardInterrupt
             raise error
         traceback = without_own_frames(error.__traceback__)
@@ -1636,10 +1637,35 @@ def without_own_frames(traceback):
 # ------------------------------------------------------------------------------------ failures
 
 
-def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> None:
-    """Record why this rank failed, unless it failed only because another rank did."""
+def log_signals() -> int:
+    """The read end of a pipe that receives the number of each signal that the script handles.
+
+    If the script calls signal.set_wakeup_fd() itself, as an asyncio loop does, it receives none.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    return read_end
+
+
+def received(number: int, signals: int) -> bool:
+    """Whether the script has handled this signal. signals: what log_signals() has returned."""
+    with suppress(BlockingIOError):  # none
+        return number in os.read(signals, 65536)
+    return False
+
+
+def report_error(
+    error: BaseException, rank: int, watch: HangWatch | None, signals: int | None = None
+) -> None:
+    """Record why this rank failed, unless it failed only because another rank did.
+
+    signals: what log_signals() has returned.
+    """
     if has_lost_rank(error):
-        report_lost_rank(error, rank, watch)
+        end_if_asked(error, rank, signals)
+        wait_for_lost_rank(rank, watch)
         return
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
@@ -1671,11 +1697,24 @@ def message_of(error: BaseException) -> str:
     return text
 
 
-def report_lost_rank(error: BaseException, rank: int, watch: HangWatch | None) -> None:
-    """Another rank has failed. Launchers report the first rank that exits: let it exit first."""
+def end_if_asked(error: BaseException, rank: int, signals: int | None) -> None:
+    """Say that another rank has failed; if the launcher has sent SIGTERM, end as by SIGTERM.
+
+    The script has handled it only now, because it was waiting for the others. If each rank that
+    waits for another one took seconds to end, eight ranks would take 15 s.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     text = message_of(error).split("] ", 1)[-1].split(". This is")[0]
-    print(f"guard.py: rank {rank} on {HOST}: another rank exited ({text})", file=sys.stderr)
+    text = f"guard.py: rank {rank} on {HOST}: another rank exited ({text})"
+    print(text, file=sys.stderr, flush=True)
+    if signals is not None and received(signal.SIGTERM, signals):
+        with suppress(OSError):
+            sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def wait_for_lost_rank(rank: int, watch: HangWatch | None) -> None:
+    """Another rank has failed. Launchers report the first rank that exits: let it exit first."""
     time.sleep(1)  # time for a rank whose script has ended to report that
     ended = watch.ended_ranks() if watch else ""
     if ended:

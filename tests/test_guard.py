@@ -1513,6 +1513,28 @@ def test_the_first_failure_is_kept_and_a_rank_that_lost_another_exits_later(tmp_
     assert written["reason"] == "OSError: the disk is gone"
 
 
+@pytest.mark.parametrize("other", ["", "signal.set_wakeup_fd(-1)"])
+def test_a_rank_that_the_launcher_has_asked_to_end_does_not_wait_for_the_others(tmp_path, other):
+    """The script handles SIGTERM while it waits for a rank that has been killed."""
+    fault = f"""import signal
+        if step == 0:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            {other or "pass"}
+        if step == 5:
+            rank == 1 and os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM)"""
+
+    def during(processes):  # the harness would send SIGTERM afterwards
+        for process in processes:
+            process.join(60)
+
+    result = run(2, write(tmp_path, fault), during=during)
+    ends = 1 if other else -signal.SIGTERM  # 1: it is not known that SIGTERM has arrived
+    assert result.codes == [ends, -signal.SIGKILL], result.err[0]
+    assert f"guard.py: rank 0 on {HOST}: another rank exited (" in result.err[0]
+    assert ("Traceback" in result.err[0]) == bool(other)
+
+
 def test_the_last_lines_of_torchrun_repeat_what_is_wrong(tmp_path):
     command = [*TORCHRUN, GUARD, REPO / "train_distributed.py", "--dropuot=0"]
     failure = tmp_path / "failure"
