@@ -492,6 +492,7 @@ def evaluate(task: Task, cfg, world: World, model: nn.Module, loader: DataLoader
 
 def evaluate_epoch(run: Run) -> None:
     """Print and record the metrics of the epoch and of the test set. Collective."""
+    began = time.monotonic()
     test_sums = evaluate(run.task, run.cfg, run.world, run.learner.model, run.test_loader)
     if run.world.rank != 0:
         return
@@ -502,6 +503,7 @@ def evaluate_epoch(run: Run) -> None:
     log(f"{text} of {test_sums['count']:.0f}")
     for name, value in test_values.items():
         values[f"test_{name}"] = value
+    values["evaluation_seconds"] = time.monotonic() - began
     run.metrics.record("epoch", run.state.step, {"epoch": epoch, **values})
 
 
@@ -1514,6 +1516,7 @@ class CheckpointWriter:
         self.failed_auto_saves = 0  # in a row
         self.began = time.time()
         self.last_save = time.monotonic()
+        self.save_seconds = 0.0  # of all saves
         self.auto_interval = FIRST_AUTO_SECONDS
         self.auto_path = directory.path.resolve() / "checkpoint_auto.pt"
         self.saved: list[Path] = []
@@ -1548,6 +1551,7 @@ class CheckpointWriter:
         self.last_save = time.monotonic()
         self.auto_interval = max(MIN_AUTO_SECONDS, (self.last_save - began) / AUTO_SHARE)
         self.auto_interval *= 2 ** min(self.failed_auto_saves, 8)  # on a full disk: more rarely
+        self.save_seconds += self.last_save - began
 
     def save_if_possible(self, content: dict, final: bool) -> None:
         """If the disk is full, training continues, unless this is the final save or the third
@@ -1615,6 +1619,7 @@ class CheckpointWriter:
             "world_size": self.world.world_size,
             "pytorch": torch.__version__,
             "began": self.began,
+            "save_seconds": self.save_seconds,  # without the save that writes this status
             "time": time.time(),
         }
         text = json.dumps(status).encode()

@@ -125,8 +125,9 @@ main() {
   source scripts/site.sh
   [[ -n "$DRY_RUN" ]] || "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
     fail "${python[*]} is not Python 3.10 or newer: see scripts/site.sh"
-  # Not if Slurm and the launcher have set everything: a container may have no scontrol.
-  [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
+  # Not if the arguments, or Slurm and the launcher, say everything: a container may have no scontrol.
+  [[ -n "${arguments[1]:-}" && -n "${arguments[2]:-}" && -n "${arguments[3]:-}" ]] ||
+    [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
     mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
 
   local config="${arguments[0]:-configs/default_config.yaml}"
@@ -206,9 +207,9 @@ print("PyTorch distributed works")' || echo "cluster_train.sh: error: PyTorch di
     report_failure "out of memory" "the kernel killed a process because the node ran out of memory"
   fi
   exec &>/dev/null
-  for _ in {1..100}; do # wait for the last lines on a slow terminal
+  for _ in {1..500}; do # wait for the last lines on a slow terminal
     kill -0 "$tee" || break
-    sleep 0.05
+    sleep 0.01
   done
   exit "$status"
 }

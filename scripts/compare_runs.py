@@ -5,12 +5,12 @@ Usage: python scripts/compare_runs.py A B
 
 A and B are two run directories, two files metrics.jsonl, or two checkpoints.
 
-Records of the same kind and step are compared, bit for bit, except for the fields time and
-samples_per_second; NaN equals NaN. If a file has two records of a step, the last one counts. A
-record is a mean over the steps since the one before it: compare runs with the same
---log-every-steps. Of two run directories, the options (config.yaml), PyTorch versions (status.json)
-and world sizes (attempts.jsonl, status.json) that differ are also printed: of their last launches,
-world sizes of all. They do not change the exit code.
+Records of the same kind and step are compared, bit for bit, except for the fields time,
+samples_per_second and evaluation_seconds; NaN equals NaN. If a file has two records of a step, the
+last one counts. A record is a mean over the steps since the one before it: compare runs with the
+same --log-every-steps. Of two run directories, the options (config.yaml), PyTorch versions
+(status.json) and world sizes (attempts.jsonl, status.json) that differ are also printed: of their
+last launches, world sizes of all. They do not change the exit code.
 
 Of two checkpoints, all tensors and all other values are compared, bit for bit.
 
@@ -29,7 +29,7 @@ import zipfile
 from pathlib import Path
 
 # What the trainer records in metrics.jsonl that differs between equal runs.
-NOT_COMPARED = ("kind", "step", "time", "samples_per_second")
+NOT_COMPARED = ("kind", "step", "time", "samples_per_second", "evaluation_seconds")
 LONGEST = 200  # characters of a value to print
 MOST = 20  # values to print
 

@@ -52,7 +52,6 @@ import sys
 import threading
 import time
 import types
-import zipfile
 from collections import Counter, deque
 from contextlib import suppress
 from datetime import timedelta
@@ -74,6 +73,8 @@ NVIDIA_SMI = "nvidia-smi -L"
 SMI_SECONDS = 30  # it may take long while a GPU is reset
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
 BATCH = 500  # keys in one request to the store
+FIRST_PAUSE = 0.05  # seconds between two requests of a rank that waits for a key
+STORE_RATE = 1000  # such requests of all ranks per second: with many ranks, the pauses are longer
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
@@ -124,6 +125,7 @@ def run_as_rank(arguments: list[str]) -> None:
     if os.environ.get("GUARD") != "0" and world["WORLD_SIZE"] > 1:
         store, infos = check_ranks(world, arguments)
         watch = HangWatch(world["RANK"], store, infos)
+    signals = log_signals()
     error = None
     try:
         run(arguments)
@@ -136,7 +138,7 @@ def run_as_rank(arguments: list[str]) -> None:
         watch.end(error)
     if error:
         if not is_fork:
-            report_error(error, world["RANK"], watch)
+            report_error(error, world["RANK"], watch, signals)
         if not isinstance(error, Exception):  # SystemExit or KeyboardInterrupt
             raise error
         traceback = without_own_frames(error.__traceback__)
@@ -607,13 +609,15 @@ def wait_until_set(store, keys: list[str], deadline: float) -> bool:
     The pauses become longer, because thousands of ranks may wait. store.wait() would need no
     pauses, but prints warnings when its time is over.
     """
-    pause = 0.05
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    longest = min(max(FIRST_PAUSE, size / STORE_RATE), 1)
+    pause = FIRST_PAUSE
     while not store.check(keys):
         rest = deadline - time.monotonic()
         if rest < 0:
             return False
         time.sleep(min(pause, rest))
-        pause = min(1.2 * pause, 1)
+        pause = min(1.2 * pause, longest)
     return True
 
 
@@ -1615,6 +1619,8 @@ def run(arguments: list[str]) -> None:
 
     SCRIPT is a file, or a directory or a zip file with a __main__.py.
     """
+    import zipfile  # only here: it takes time, and a launcher starts this file several times
+
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()
@@ -1648,10 +1654,35 @@ def without_own_frames(traceback):
 # ------------------------------------------------------------------------------------ failures
 
 
-def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> None:
-    """Record why this rank failed, unless it failed only because another rank did."""
+def log_signals() -> int:
+    """The read end of a pipe that receives the number of each signal that the script handles.
+
+    If the script calls signal.set_wakeup_fd() itself, as an asyncio loop does, it receives none.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    return read_end
+
+
+def received(number: int, signals: int) -> bool:
+    """Whether the script has handled this signal. signals: what log_signals() has returned."""
+    with suppress(BlockingIOError):  # none
+        return number in os.read(signals, 65536)
+    return False
+
+
+def report_error(
+    error: BaseException, rank: int, watch: HangWatch | None, signals: int | None = None
+) -> None:
+    """Record why this rank failed, unless it failed only because another rank did.
+
+    signals: what log_signals() has returned.
+    """
     if has_lost_rank(error):
-        report_lost_rank(error, rank, watch)
+        end_if_asked(error, rank, signals)
+        wait_for_lost_rank(rank, watch)
         return
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
@@ -1683,11 +1714,24 @@ def message_of(error: BaseException) -> str:
     return text
 
 
-def report_lost_rank(error: BaseException, rank: int, watch: HangWatch | None) -> None:
-    """Another rank has failed. Launchers report the first rank that exits: let it exit first."""
+def end_if_asked(error: BaseException, rank: int, signals: int | None) -> None:
+    """Say that another rank has failed; if the launcher has sent SIGTERM, end as by SIGTERM.
+
+    The script has handled it only now, because it was waiting for the others. If each rank that
+    waits for another one took seconds to end, eight ranks would take 15 s.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     text = message_of(error).split("] ", 1)[-1].split(". This is")[0]
-    print(f"guard.py: rank {rank} on {HOST}: another rank exited ({text})", file=sys.stderr)
+    text = f"guard.py: rank {rank} on {HOST}: another rank exited ({text})"
+    print(text, file=sys.stderr, flush=True)
+    if signals is not None and received(signal.SIGTERM, signals):
+        with suppress(OSError):
+            sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def wait_for_lost_rank(rank: int, watch: HangWatch | None) -> None:
+    """Another rank has failed. Launchers report the first rank that exits: let it exit first."""
     time.sleep(1)  # time for a rank whose script has ended to report that
     ended = watch.ended_ranks() if watch else ""
     if ended:

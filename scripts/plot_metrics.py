@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-NOT_METRICS = re.compile(r"kind|step|time|epoch|lr(_\d+)?|samples_per_second")
+NOT_METRICS = re.compile(r"kind|step|time|epoch|lr(_\d+)?|samples_per_second|evaluation_seconds")
 COLUMNS = 3  # panels side by side at most
 NEVER = 10**11  # seconds since 1970: no attempt ends later
 # Colors of how an attempt ended.

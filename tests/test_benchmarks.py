@@ -103,6 +103,17 @@ def test_the_parts_of_the_startup_add_up(tmp_path):
 
 
 @pytest.mark.long
+def test_the_parts_of_a_recovery_add_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_RECOVERY", str(tmp_path))
+    out = run(tmp_path, "recovery.py", "--ranks=2", "--rounds=1", f"--directory={tmp_path}")
+    row = re.search(r"^\| 2 \| now \| (.*) \|$", out, re.M)[1]
+    *parts, whole = map(float, row.split(" | "))
+    assert len(parts) == 10 and min(parts) >= 0
+    assert sum(parts) == pytest.approx(whole, abs=0.06)
+    assert not list(tmp_path.iterdir()) and not processes_with("OF_RECOVERY", tmp_path)
+
+
+@pytest.mark.long
 def test_checkpoints_are_written_in_both_ways(tmp_path):
     out = run(tmp_path, "checkpoints.py", "--saves=2", f"--directory={tmp_path}")
     assert "resnet18: 94 MB" in out and "stall, async_checkpoint / as it is" in out

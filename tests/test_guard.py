@@ -1038,6 +1038,33 @@ def test_rank_zero_waits_a_bounded_time_for_ten_thousand_that_do_not_end(store, 
     assert watch.ended_ranks() == f"rank 0 on {HOST}, rank 5 on {HOST}"
 
 
+class SlowStore:
+    """A store whose key is set at a time of the clock, a list of one number."""
+
+    def __init__(self, clock, set_at):
+        self.clock = clock
+        self.set_at = set_at
+        self.requests = 0
+
+    def check(self, keys):
+        self.requests += 1
+        return self.clock[0] >= self.set_at
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late", "requests"), [(8, 0.06, 1300), (256, 0.3, 300), (10_000, 1.1, 80)]
+)
+def test_few_ranks_notice_a_key_soon_and_many_ask_rarely(monkeypatch, ranks, late, requests):
+    """late: seconds after the key was set. requests: of one rank in a minute."""
+    clock = [0.0]
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    store = SlowStore(clock, set_at=60)
+    assert guard.wait_until_set(store, ["key"], 300)
+    assert clock[0] < 60 + late and store.requests < requests
+
+
 def verdict(notes, silent=()) -> str:
     size = len(notes) + len(silent)
     watch = guard.HangWatch.__new__(guard.HangWatch)
@@ -1517,6 +1544,28 @@ def test_the_first_failure_is_kept_and_a_rank_that_lost_another_exits_later(tmp_
     written = json.loads(failure.read_text())
     assert (written["cause"], written["rank"]) == ("exception", 1)
     assert written["reason"] == "OSError: the disk is gone"
+
+
+@pytest.mark.parametrize("other", ["", "signal.set_wakeup_fd(-1)"])
+def test_a_rank_that_the_launcher_has_asked_to_end_does_not_wait_for_the_others(tmp_path, other):
+    """The script handles SIGTERM while it waits for a rank that has been killed."""
+    fault = f"""import signal
+        if step == 0:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            {other or "pass"}
+        if step == 5:
+            rank == 1 and os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM)"""
+
+    def during(processes):  # the harness would send SIGTERM afterwards
+        for process in processes:
+            process.join(60)
+
+    result = run(2, write(tmp_path, fault), during=during)
+    ends = 1 if other else -signal.SIGTERM  # 1: it is not known that SIGTERM has arrived
+    assert result.codes == [ends, -signal.SIGKILL], result.err[0]
+    assert f"guard.py: rank 0 on {HOST}: another rank exited (" in result.err[0]
+    assert ("Traceback" in result.err[0]) == bool(other)
 
 
 def test_the_last_lines_of_torchrun_repeat_what_is_wrong(tmp_path):

@@ -349,3 +349,19 @@ def test_launch_py_prints_no_traceback_if_ssh_exits_after_the_launcher_has_its_s
     env = os.environ | {"PYTHONPATH": str(REPO / "scripts/ssh")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asks"),
+    [(["1", "0", "localhost"], False), (["2", "1", "n01"], False), (["1", "0"], True), ([], True)],
+)
+def test_the_hosts_of_the_job_are_only_looked_up_if_the_arguments_do_not_name_them(
+    tmp_path, arguments, asks
+):
+    python = write_program(
+        tmp_path / "python", f'echo "$@" >>{tmp_path}/calls; exec {sys.executable} "$@"'
+    )
+    env = os.environ | {"PYTHON": str(python), "DRY_RUN": "1"}
+    command = ["scripts/cluster_train.sh", "configs/default_config.yaml", *arguments]
+    subprocess.run(command, cwd=REPO, env=env, check=True, capture_output=True)
+    assert ("scripts/guard.py --hosts" in (tmp_path / "calls").read_text()) == asks
