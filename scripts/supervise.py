@@ -320,6 +320,7 @@ class Supervisor:
         # the nodes, and the search for lost ones
         self.nodes_at_first = nodes_of_job()
         self.nodes = self.nodes_at_first
+        self.nodes_used = set()  # by earlier attempts
         self.polled = 0.0  # time of the last poll
         self.missing = []  # result of the last poll
         self.written = []  # modification times of the files that the training writes
@@ -427,6 +428,7 @@ class Supervisor:
         self.written_at = began  # see poll_for_lost_nodes()
         self.patience = SILENT_SECONDS
         code = self.run(env)
+        self.nodes_used.update(self.nodes)
 
         self.try_to(self.read_events)
         status = read_status(self.status_file)
@@ -481,6 +483,9 @@ class Supervisor:
             env.update(slurm_overlap())
         if self.nodes != self.nodes_at_first:
             env.update(slurm_nodes(self.nodes))
+        new_nodes = [node for node in self.nodes if node not in self.nodes_used]
+        if self.count > 1 and new_nodes:
+            env["NEW_NODES"] = ",".join(new_nodes)
         return env
 
     def cause(self, code, status, failure):
