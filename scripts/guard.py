@@ -736,11 +736,10 @@ def compare_gpus(infos: list[dict]) -> str:
             print(f"guard.py: WARNING: {problem.text}", file=sys.stderr, flush=True)
             continue
         failures.append(problem.text)
-        for rank in problem.ranks:
-            host = infos[rank]["host"]
-            gpu = infos[rank]["gpu"]
-            write_event("gpu check failed", problem.text, rank=rank, host=host, gpu=gpu)
-            write_failure("configuration", problem.text, rank, host)
+        for host, ranks in check_gpu.by_host(infos, problem.ranks).items():
+            gpus = " ".join(infos[rank]["gpu"] for rank in ranks)
+            write_event("gpu check failed", problem.text, ranks=ranks, host=host, gpu=gpus)
+            write_failure("configuration", problem.text, ranks[0], host)
     return "; ".join(failures)
 
 

@@ -87,7 +87,7 @@ def test_a_gpu_with_a_wrong_bit_ends_the_launch_and_is_named(job):
     assert f"guard.py: error: {text.format(HOST=os.uname().nodename)}" in run.err[0]
     (event,) = run.events
     assert event["event"] == "gpu check failed"
-    assert (event["rank"], event["host"], event["gpu"]) == (1, os.uname().nodename, "GPU-1")
+    assert (event["ranks"], event["host"], event["gpu"]) == ([1], os.uname().nodename, "GPU-1")
     assert run.failure["cause"] == "configuration" and run.failure["rank"] == 1
     assert run.failure["reason"] == event["text"]
     assert "done" not in "".join(run.out)
