@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Multiply matrices on one GPU, and print what is compared with the other GPUs of the job.
 
-    python scripts/check_gpu.py DEVICE SIZE
+    python scripts/check_gpu.py [DEVICE] [SIZE]
 
 scripts/guard.py runs it for each rank before the first attempt, in a process of its own, because a
 script cannot fork once its process has used a GPU. Rank 0 compares the results with compare().
@@ -18,11 +18,12 @@ Takes a few seconds besides importing PyTorch. This has not run on a real GPU.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import hashlib
 import json
+import os
 import signal
-import sys
 import time
 from collections import Counter
 from typing import NamedTuple
@@ -38,18 +39,23 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent proc
 
 
 def main() -> None:
-    local_rank, size = map(int, sys.argv[1:])
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(description=__doc__, **style)
+    parser.add_argument("device", type=int, nargs="?", default=0, help="its number [0]")
+    parser.add_argument("size", type=int, nargs="?", default=4096, help="of the matrices [4096]")
+    args = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic algorithms
     import torch
 
     accelerator = getattr(torch, "accelerator", torch.cuda)  # PyTorch < 2.6: only CUDA
     if not accelerator.is_available():
         return
-    device = torch.device(local_rank % accelerator.device_count())  # as in train_distributed.py
+    device = torch.device(args.device % accelerator.device_count())  # as in train_distributed.py
     set_device = getattr(accelerator, "set_device_index", torch.cuda.set_device)
     set_device(device)
     torch.use_deterministic_algorithms(True)
-    result = measure(device, size, accelerator.synchronize)
+    result = measure(device, args.size, accelerator.synchronize)
     print(json.dumps({"model": model_of(device), **result}))
 
 

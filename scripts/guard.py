@@ -418,10 +418,7 @@ def start_gpu_check(world: dict[str, int]) -> subprocess.Popen | None:
     if gpu == "none" or not (gpu or has_gpu()):
         return None
     command = [sys.executable, program, str(world["LOCAL_RANK"]), str(size)]
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # for deterministic algorithms
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def result_of(gpu_check: subprocess.Popen, world: dict[str, int], patience: float) -> dict:
@@ -441,8 +438,10 @@ def result_of(gpu_check: subprocess.Popen, world: dict[str, int], patience: floa
     if gpu_check.returncode != 0:
         lines = errors.strip().split("\n")
         return {"not_checked": lines[-1][:200] or f"exit code {gpu_check.returncode}", **place}
-    lines = output.strip().split("\n")
-    return {**json.loads(lines[-1]), **place} if lines[-1] else {}
+    for line in output.splitlines():
+        if line.startswith('{"model"'):  # other lines are of a library
+            return {**json.loads(line), **place}
+    return {}
 
 
 # --------------------------------------------------------------------------------- rank check
