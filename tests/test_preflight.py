@@ -430,20 +430,9 @@ def test_preflight_warns_of_what_dcgm_reports(tmp_path, with_gpus, monkeypatch, 
     )
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own, with room for 8 MiB."""
-    if os.geteuid():
-        pytest.skip("only root can mount a small disk")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
 def test_a_disk_without_room_for_another_checkpoint_is_refused(check, small_disk, tmp_path):
-    run = small_disk / "run"
+    small_disk(8 << 20)
+    run = small_disk.path / "run"
     words = ["x.py", "--checkpoint-dir", run]
     assert check(*words) == (0, "0\n", "")  # no checkpoint yet: 1 MiB
     run.mkdir()
@@ -470,10 +459,13 @@ def test_a_disk_without_room_for_another_checkpoint_is_refused(check, small_disk
     ],
 )
 def test_only_the_directory_to_which_rank_0_writes_is_tested(check, small_disk, tmp_path, words):
-    (small_disk / "x.pt").write_bytes(bytes(7 << 20))
+    small_disk(8 << 20)
+    (small_disk.path / "x.pt").write_bytes(bytes((8 << 20) - 4096))
     env = dict(word.split("=") for word in words if word.startswith("ATTEMPT"))
     words = [word for word in words if not word.startswith("ATTEMPT")]
-    words = [word.replace("DISK", str(small_disk)).replace("TMP", str(tmp_path)) for word in words]
+    words = [
+        word.replace("DISK", str(small_disk.path)).replace("TMP", str(tmp_path)) for word in words
+    ]
     if "x.py" not in words:
         words = ["x.py", *words]
     assert check(*words, **env) == (0, "0\n", "")
