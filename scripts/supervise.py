@@ -31,9 +31,10 @@ events (those of EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
 ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
-finished, gave_up. It finds the event as JSON on its standard input and in the variable EVENT:
-time, event, text, job, run_dir, and what is known of the attempt. supervise.py does not wait for
-the command, except for up to 10 s at the end (2 s before a requeue), and ends it after 60 s.
+"gpu check failed", finished, gave_up. It finds the event as JSON on its standard input and in the
+variable EVENT: time, event, text, job, run_dir, and what is known of the attempt. supervise.py does
+not wait for the command, except for up to 10 s at the end (2 s before a requeue), and ends it after
+60 s.
 Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
 
 Environment:
