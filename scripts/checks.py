@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import platform
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +47,7 @@ class Finding:
 
 def check_machine(run_directory: str) -> list[Finding]:
     findings = []
-    for check in (software, gpus, shared_memory, limits, cores, host_name, environment):
+    for check in (software, gpus, gpu_health, shared_memory, limits, cores, host_name, environment):
         findings += attempt(check)
     findings += attempt(disks, run_directory)
     return findings
@@ -211,6 +213,26 @@ def old_driver(driver: str, count: int) -> Finding | None:
     return Finding("FAIL" if count else "WARN", "GPU driver", text, remedy)
 
 
+def gpu_health():
+    """What DCGM has found. It reports something only where its health watches are enabled."""
+    command = ["dcgmi", "health", "--check"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return
+    overall = re.search(r"Overall Health[\s:|]+(Warning|Failure)", result.stdout)
+    if not overall:
+        return
+    reasons: list[str] = []
+    for line in result.stdout.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]  # "", name, text, ""
+        if len(cells) == 4 and not re.search("^(Healthy|Warning|Failure|Overall.*)?$", cells[2]):
+            reasons.append(cells[2])
+    text = f"dcgmi health reports: {' '.join(reasons)}"
+    level = "FAIL" if overall[1] == "Failure" else "WARN"
+    yield Finding(level, "GPUs", text, "tell the administrators")
+
+
 def number(text: str) -> float:
     """0.0 where nvidia-smi prints [N/A]."""
     with suppress(ValueError):
@@ -240,6 +262,12 @@ def nvidia_smi(what: str, fields: list[str]) -> list[dict[str, str]]:
 
 
 # ---- the machine
+
+FIRST_WRITE = 1 << 20  # bytes to write as a test if there is no checkpoint yet
+MAX_WRITE = GIB
+WRITE_BLOCK = 8 << 20
+WRITE_SECONDS = 3
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def shared_memory() -> list[Finding]:
@@ -282,6 +310,43 @@ def disks(run_directory: str):
             yield Finding("WARN", "disk", f"{text}: enough for a small model only", remedy)
         else:
             yield Finding("OK", "disk", text)
+
+
+def write_test(run_directory: str) -> str:
+    """Write as many bytes as a checkpoint has, and read them back. Returns what failed, or "".
+
+    shutil.disk_usage() does not see quotas. Stops after WRITE_SECONDS; leaves no file behind.
+    """
+    place = existing(Path(run_directory))
+    size = min(size_of_checkpoint(place), MAX_WRITE)
+    block = os.urandom(min(size, WRITE_BLOCK))
+    blocks = 0
+    deadline = time.monotonic() + WRITE_SECONDS
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            while blocks * len(block) < size and time.monotonic() < deadline:
+                file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+                blocks += 1
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # not from memory
+            file.seek(0)
+            is_same = all(file.read(len(block)) == block for _ in range(blocks))
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:  # for example, the directory is another user's
+            return ""
+        return f"a test of {max(1, size >> 20)} MiB: {error.strerror}"
+    return "" if is_same else "it returns other bytes than were written"
+
+
+def size_of_checkpoint(directory: Path) -> int:
+    """The size of the newest checkpoint in bytes; FIRST_WRITE if there is none yet."""
+    newest = (0.0, FIRST_WRITE)
+    with suppress(OSError):
+        for path in directory.glob("*.pt"):
+            status = path.stat()
+            newest = max(newest, (status.st_mtime, status.st_size))
+    return newest[1]
 
 
 def existing(place: Path) -> Path:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check this node just before a launch, in two seconds.
+"""Check this node just before a launch, in a few seconds.
 
     python scripts/preflight.py [--nnodes N --node-rank R --master-addr A --master-port P]
                                 [--nproc-per-node K] SCRIPT [ARGUMENT ...]
@@ -7,6 +7,8 @@
 scripts/cluster_train.sh calls it on each node. It refuses a launch that would fail, with an error
 that is also written to FAILURE_FILE, and warns about settings that slow training down. Without a
 master address and port, it does not check the master; scripts/doctor.py checks all nodes together.
+Before the first attempt, node rank 0 writes as much as a checkpoint has to --checkpoint-dir, and
+reads it back, for up to 3 s: a quota may be used up although there is free space.
 After a crash, it waits up to a minute until the killed processes have freed their GPU memory.
 It prints the number of GPUs that PyTorch sees, and imports PyTorch only if there are GPUs.
 Exit code: 0, or 2 if the launch was refused. With PREFLIGHT=0, it warns instead of refusing.
@@ -63,9 +65,11 @@ def main() -> None:
         check_master(args)
     if re.search(r"\bbf16\b", request) and not gpu_count:
         check_bf16()
+    if args.node_rank == 0 and is_first_attempt():
+        check_storage(request)
     findings = checks.environment() + checks.shared_memory()
     if guard.has_gpu():
-        findings += check_gpus()
+        findings += check_gpus() + checks.attempt(checks.gpu_health)
     for finding in findings:
         if finding.level == "FAIL" and finding.check == "GPU driver":
             refuse(f"{finding.observed}: {finding.remedy}")
@@ -170,10 +174,25 @@ def check_connection(master: str, port: int, found: list[tuple]) -> None:
         refuse(f"cannot connect to master node at {address}:{port}: {why}: {remedy}", "node lost")
 
 
+def is_first_attempt() -> bool:
+    return os.environ.get("ATTEMPT") in (None, "", "1")
+
+
+def check_storage(request: str) -> None:
+    """On node rank 0, where rank 0 writes the checkpoints."""
+    directories = re.findall(r"\b(?:checkpoint|save)[-_]dir[=:\s]+(\S+)", request)
+    if not directories or re.search(r"--evaluate\b", request):
+        return
+    directory = directories[-1].strip("\"'")
+    failure = checks.write_test(directory)
+    if failure:
+        remedy = f"make room, ask for a larger quota, or set another --checkpoint-dir {ANYWAY}"
+        refuse(f"cannot write a checkpoint to {directory} ({failure}): {remedy}", "disk")
+
+
 def check_gpus() -> list[checks.Finding]:
     """checks.gpus(). After a killed attempt, first wait for its GPU memory to be freed."""
-    is_first = os.environ.get("ATTEMPT", "") in ("", "1")
-    patience = 0 if is_first else MEMORY_SECONDS
+    patience = 0 if is_first_attempt() else MEMORY_SECONDS
     deadline = time.monotonic() + patience
     is_logged = False
     while True:

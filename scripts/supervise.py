@@ -31,9 +31,10 @@ save_seconds, hosts, world_size, cause, reason, events (those of EVENTS_FILE, su
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
 ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
-finished, gave_up. It finds the event as JSON on its standard input and in the variable EVENT:
-time, event, text, job, run_dir, and what is known of the attempt. supervise.py does not wait for
-the command, except for up to 10 s at the end (2 s before a requeue), and ends it after 60 s.
+"gpu check failed", finished, gave_up. It finds the event as JSON on its standard input and in the
+variable EVENT: time, event, text, job, run_dir, and what is known of the attempt. supervise.py does
+not wait for the command, except for up to 10 s at the end (2 s before a requeue), and ends it after
+60 s.
 Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
 
 Environment:
@@ -337,6 +338,7 @@ class Supervisor:
         # the nodes, and the search for lost ones
         self.nodes_at_first = nodes_of_job()
         self.nodes = self.nodes_at_first
+        self.nodes_used = set()  # by earlier attempts
         self.polled = 0.0  # time of the last poll
         self.missing = []  # result of the last poll
         self.written = []  # modification times of the files that the training writes
@@ -443,6 +445,7 @@ class Supervisor:
         self.written_at = began  # see poll_for_lost_nodes()
         self.patience = SILENT_SECONDS
         code = self.run(env)
+        self.nodes_used.update(self.nodes)
 
         self.try_to(self.read_events)
         status = read_status(self.status_file)
@@ -526,6 +529,9 @@ class Supervisor:
             env.update(slurm_overlap())
         if self.nodes != self.nodes_at_first:
             env.update(slurm_nodes(self.nodes))
+        new_nodes = [node for node in self.nodes if node not in self.nodes_used]
+        if self.count > 1 and new_nodes:
+            env["NEW_NODES"] = ",".join(new_nodes)
         return env
 
     def cause(self, code, status, failure):

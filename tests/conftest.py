@@ -1,5 +1,6 @@
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,3 +65,20 @@ def tiny(tmp_path_factory) -> list[str]:
 def images(tmp_path_factory):
     """A --data-dir for --dataset imagefolder."""
     return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own; small_disk(bytes) sets its size."""
+    if os.geteuid():
+        pytest.skip("only root can mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", disk], check=True)
+
+    def resize(size: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
+
+    resize.path = disk
+    yield resize
+    subprocess.run(["umount", disk], check=True)

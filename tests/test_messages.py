@@ -41,6 +41,7 @@ PASS_ON = {
     ("guard.py", "fail"),
     ("guard.py", "end_now"),
     ("guard.py", "check_ranks"),  # what find_problem() has returned on rank 0
+    ("guard.py", "compare_gpus"),  # what check_gpu.py has found
     ("guard.py", "report"),  # what verdict() has returned
     ("preflight.py", "refuse"),
     ("preflight.py", "main"),  # a finding of checks.py
@@ -216,6 +217,8 @@ class PythonReader:
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
         if name in ("Finding", "self.add") and len(arguments) > 1:
             self.finding(*(arguments + [ast.Constant("")])[:4], env)
+        elif name == "Problem":  # of check_gpu.py
+            self.message(arguments[2], env)
         elif name == "threading.Timer" and ast.unparse(arguments[1]) in PRINTERS:
             self.message(arguments[2], env)
         elif name == "os.write" and ast.unparse(arguments[0]) == "2":

@@ -9,12 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from gpus import gpu, nvidia_smi
-from harness import LAUNCH_VARIABLES, REPO, free_port
+from harness import LAUNCH_VARIABLES, REPO, free_port, write_program
 
 sys.path.append(str(REPO / "scripts"))
 
@@ -373,6 +373,154 @@ def test_bf16_is_probed_once_and_only_if_asked_for(bf16, tmp_path, monkeypatch):
 def test_bf16_is_accepted_where_the_variable_helps(bf16, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     bf16(f"import os\nif 'ONEDNN_MAX_CPU_ISA' not in os.environ: {SIGILL}", "--amp=bf16")
+
+
+WARNING_OF_DCGM = """Health Monitor Report
++----------------------------------------------------------------------------+
+| Group 1          | Overall Health: Warning                                 |
++==================+=========================================================+
+| GPU ID: 0        | Warning                                                 |
+|                  | PCIe system: Warning - Detected more than 8 PCIe        |
+|                  | replays per minute for GPU 0: 13                        |
++------------------+---------------------------------------------------------+
+"""
+FAILURE_OF_DCGM = """\
++---------------------------+----------------------------------------------------------+
+| Health Monitor Report                                                                |
++===========================+==========================================================+
+| Overall Health            | Failure                                                  |
+| GPU                       |                                                          |
+| -> 1                      | Failure                                                  |
+|    -> Errors              |                                                          |
+|       -> Memory system    | Failure                                                  |
+|                           | A volatile double-bit error was detected on              |
+|                           | GPU 1.                                                   |
++---------------------------+----------------------------------------------------------+
+"""
+HEALTHY = FAILURE_OF_DCGM.splitlines()[:3] + ["| Overall Health | Healthy |"]
+ASK = "tell the administrators"
+
+
+@pytest.mark.parametrize(
+    ("output", "level", "text"),
+    [
+        (WARNING_OF_DCGM, "WARN", "more than 8 PCIe replays per minute for GPU 0: 13: "),
+        (FAILURE_OF_DCGM, "FAIL", "reports: A volatile double-bit error was detected on GPU 1.: "),
+        ("\n".join(HEALTHY), "", ""),
+        ("Error: Health watches not enabled. Please enable watches.", "", ""),
+    ],
+)
+def test_what_dcgm_reports_is_a_finding(tmp_path, monkeypatch, output, level, text):
+    """A stand-in for dcgmi, which needs a GPU; its output is that of NVIDIA's documentation and
+    of the tests of DCGM 4."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    write_program(tmp_path / "dcgmi", f'[ "$*" = "health --check" ] && cat <<"END"\n{output}\nEND')
+    found = list(checks.gpu_health())
+    assert [finding.level for finding in found] == [level] * bool(level)
+    assert not level or f"{text}{ASK}" in str(found[0])
+
+
+def test_preflight_warns_of_what_dcgm_reports(tmp_path, with_gpus, monkeypatch, capfd):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    write_program(tmp_path / "bin" / "dcgmi", f'cat <<"END"\n{FAILURE_OF_DCGM}\nEND')
+    with_gpus(8)
+    expected = "dcgmi health reports: A volatile double-bit error was detected on GPU 1.: "
+    assert capfd.readouterr().err == (
+        f"{preflight.PROGRAM}: WARNING: {guard.HOST}: {expected}tell the administrators\n"
+    )
+
+
+def test_a_disk_without_room_for_another_checkpoint_is_refused(check, small_disk, tmp_path):
+    small_disk(8 << 20)
+    run = small_disk.path / "run"
+    words = ["x.py", "--checkpoint-dir", run]
+    assert check(*words) == (0, "0\n", "")  # no checkpoint yet: 1 MiB
+    run.mkdir()
+    (run / "checkpoint_step_2.pt").write_bytes(bytes(5 << 20))
+    code, _, error = check(*words)
+    assert code == 2
+    assert (
+        f"cannot write a checkpoint to {run} (a test of 5 MiB: No space left on device): " in error
+    )
+    assert json.loads((tmp_path / "failure.json").read_text())["cause"] == "disk"
+    assert os.listdir(run) == ["checkpoint_step_2.pt"]
+    (run / "checkpoint_step_4.pt").write_bytes(bytes(1 << 20))  # newer, and smaller
+    assert check(*words) == (0, "0\n", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--evaluate", "x.pt", "--checkpoint-dir", "DISK"],
+        ["--checkpoint-dir", "DISK", "--checkpoint-dir=TMP"],
+        ["--nnodes=2", "--node-rank=1", "x.py", "--checkpoint-dir=DISK"],
+        ["ATTEMPT=2", "--checkpoint-dir=DISK"],
+        [],
+    ],
+)
+def test_only_the_directory_to_which_rank_0_writes_is_tested(check, small_disk, tmp_path, words):
+    small_disk(8 << 20)
+    (small_disk.path / "x.pt").write_bytes(bytes((8 << 20) - 4096))
+    env = dict(word.split("=") for word in words if word.startswith("ATTEMPT"))
+    words = [word for word in words if not word.startswith("ATTEMPT")]
+    words = [
+        word.replace("DISK", str(small_disk.path)).replace("TMP", str(tmp_path)) for word in words
+    ]
+    if "x.py" not in words:
+        words = ["x.py", *words]
+    assert check(*words, **env) == (0, "0\n", "")
+
+
+@pytest.mark.parametrize("option", ["--checkpoint-dir={}", "--save-dir {}", "--config=CONFIG"])
+def test_a_quota_that_is_used_up_is_named(tmp_path, monkeypatch, capsys, option):
+    """Simulated: the kernel of the test machines has no quotas."""
+
+    def fsync(file):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    config = tmp_path / "my.yaml"
+    config.write_text(f'checkpoint_dir: "{tmp_path}"  # on /scratch\n')
+    monkeypatch.setattr(checks.os, "fsync", fsync)
+    words = option.format(tmp_path).replace("CONFIG", str(config)).split()
+    monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        preflight.main()
+    text = f"cannot write a checkpoint to {tmp_path} (a test of 1 MiB: Disk quota exceeded): make "
+    assert f"{text}room, ask for a larger quota, or set another" in capsys.readouterr().err
+
+
+def test_a_disk_that_returns_other_bytes_is_named(tmp_path, monkeypatch):
+    """Simulated: each read has one other byte."""
+    real = checks.tempfile.TemporaryFile
+
+    class Faulty:
+        def __init__(self, file):
+            self.file = file
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def read(self, size):
+            return self.file.read(size)[:-1] + b"?"
+
+    @contextmanager
+    def faulty(dir):
+        with real(dir=dir) as file:
+            yield Faulty(file)
+
+    monkeypatch.setattr(checks.os, "urandom", bytes)
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", faulty)
+    assert checks.write_test(str(tmp_path)) == "it returns other bytes than were written"
+
+
+def test_a_directory_that_cannot_be_written_is_left_to_the_training(monkeypatch, tmp_path):
+    """It names that error itself, and some scripts only read the directory."""
+
+    def refuse(dir):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
+    assert checks.write_test(str(tmp_path / "run")) == ""
 
 
 @pytest.mark.parametrize("free", [0.5, 2.0])

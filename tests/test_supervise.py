@@ -652,6 +652,15 @@ def test_a_user_error_remains_one_even_if_a_node_does_not_respond(supervisor, mo
     assert us.nodes == ["n1"]
 
 
+def test_the_ranks_are_told_which_nodes_no_earlier_attempt_has_used(supervisor, monkeypatch):
+    _, us = supervisor
+    us.attempt()
+    us.count = 2
+    assert "NEW_NODES" not in us.environment()
+    us.nodes = ["n1", "n3"]
+    assert us.environment()["NEW_NODES"] == "n3"
+
+
 def test_its_own_node_never_counts_as_lost(supervisor, monkeypatch):
     module, _ = supervisor
     monkeypatch.setattr(module, "slurm", lambda *_: "n1 allocated*\nn2 down*\nn3 mixed\n")

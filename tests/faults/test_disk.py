@@ -1,6 +1,5 @@
 """Full and read-only disks: the error is named, training goes on, no saved file is lost."""
 
-import os
 import re
 import subprocess
 
@@ -8,23 +7,6 @@ import pytest
 from harness import assert_same_state, launch, train
 
 STATE = 10_000_000  # bytes, roughly, of a checkpoint here
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own; small_disk(bytes) sets its size."""
-    if os.geteuid():
-        pytest.skip("only root can mount a small disk")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", disk], check=True)
-
-    def resize(size: int) -> None:
-        subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
-
-    resize.path = disk
-    yield resize
-    subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture(scope="module")
