@@ -745,6 +745,8 @@ class HangWatch:
     that have not enqueued the first incomplete collective; the others may be far ahead of it.
     """
 
+    silent_hosts: list[str] | tuple = ()  # of ranks that did not answer, as far as it is certain
+
     def __init__(self, rank: int, store, infos: dict[int, dict]):
         from torch import __version__ as version
 
@@ -873,6 +875,8 @@ class HangWatch:
             if text:
                 notes[rank] = json.loads(text)
         silent = self.why_silent([rank for rank in ranks if rank not in notes])
+        hosts = {self.infos[rank]["host"] for rank in silent if silent[rank] != ENDED}
+        self.silent_hosts = sorted(hosts)
         return notes, silent
 
     def silent_siblings(self) -> dict[int, str]:
@@ -897,7 +901,7 @@ class HangWatch:
         """Print the error, if this rank has notes; kill the silent ranks of this host, and exit."""
         if notes:
             text = self.verdict(notes, silent)
-            write_failure("hang", text, self.rank)
+            write_failure("hang", text, self.rank, silent_hosts=self.silent_hosts)
             print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
         time.sleep(1)  # let that rank print before the launcher kills it
         for rank, state in silent.items():
@@ -1697,11 +1701,11 @@ def cause_and_reason(error: BaseException) -> tuple[str, str]:
     return getattr(error, "cause", default), f"exit code {error.code}"
 
 
-def write_failure(cause: str, reason: str, rank: int) -> None:
+def write_failure(cause: str, reason: str, rank: int, **more) -> None:
     """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so."""
     file = os.environ.get("FAILURE_FILE")
     if file:
-        facts = {"cause": cause, "reason": reason, "rank": rank, "host": HOST}
+        facts = {"cause": cause, "reason": reason, "rank": rank, "host": HOST, **more}
         with suppress(OSError), open(file, "x") as first:
             json.dump(facts, first)
 

@@ -9,6 +9,7 @@ Exit code: that of the first node that failed (255: ssh); 2 user error; 130 afte
 """
 
 import collections
+import json
 import math
 import os
 import selectors
@@ -55,7 +56,7 @@ def main():
     if with_pdsh:
         words = words[1:]
     split = words.index("--")
-    hosts = words[:split]
+    given = words[:split]
     config = words[split + 1]
     options = words[split + 2 :]
 
@@ -66,6 +67,13 @@ def main():
         if not shutil.which(program):
             say(f"error: {program} is not installed here")
             return 2
+    wanted = os.environ.get("NNODES") or "0"
+    if not wanted.isdigit() or int(wanted) > len(given):
+        say(
+            f"error: NNODES is '{wanted}', not a number from 1 to {len(given)}, the number of hosts"
+        )
+        return 2
+    hosts = choose_hosts(given, int(wanted))
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
     master = os.environ.get("MASTER_ADDR") or hosts[0]
     port = os.environ.get("MASTER_PORT")
@@ -84,6 +92,53 @@ def main():
         command += options
         nodes[host] = Node(f"{run_node}{request(command)}\n")
     return run(nodes, with_pdsh)
+
+
+def choose_hosts(given, wanted):
+    """The hosts to train on: not those in EXCLUDED_NODES; with NNODES, the first that answer."""
+    nodes_file = os.environ.get("NODES_FILE")
+    if nodes_file:  # for supervise.py
+        with open(nodes_file, "w") as file:
+            file.write("\n".join(given) + "\n")
+    excluded = os.environ.get("EXCLUDED_NODES", "").split(",")
+    hosts = [host for host in given if host not in excluded]
+    if len(hosts) < max(1, wanted):
+        hosts = given
+    if wanted in (0, len(hosts)):
+        return hosts
+    lost = unreachable(hosts)
+    reached = [host for host in hosts if host not in lost]
+    if len(reached) < wanted:
+        return hosts[:wanted]  # its error names one that is lost
+    if any(host in lost for host in hosts[:wanted]):
+        report_lost(lost)
+    return reached[:wanted]
+
+
+def unreachable(hosts):
+    """The hosts to which ssh cannot connect."""
+    probes = {}
+    for rank, host in enumerate(hosts):
+        if rank and rank % HOSTS_PER_SECOND == 0:
+            time.sleep(1)
+        probes[host] = subprocess.Popen(
+            [*SSH, host, "exec true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    return [host for host, probe in probes.items() if probe.wait() == 255]
+
+
+def report_lost(lost):
+    """Under supervise.py, which prints it, as an event."""
+    text = f"{', '.join(lost)} left out: ssh cannot connect; a spare node takes its place"
+    file = os.environ.get("EVENTS_FILE")
+    if not file:
+        say(text)
+        return
+    event = {"time": time.time(), "event": "node_left_out", "text": text, "hosts": lost}
+    with open(file, "a") as events:
+        events.write(json.dumps(event) + "\n")
 
 
 def input_of_bash(script):
