@@ -329,14 +329,9 @@ class Supervisor:
         self.restarts = 0
         self.crashes = 0  # in a row without progress
 
-        # the nodes, and the search for lost ones
-        self.wanted = wanted_nodes()
-        self.job_nodes = nodes_of_job()
-        self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
-        self.nodes_at_first = choose_nodes(self.job_nodes, self.left_out, self.wanted)
-        self.nodes = self.nodes_at_first  # of the next attempt
-        self.evidence = Evidence(has_excluded_nodes())
-        self.bad_node = ""  # see Facts
+        self.find_nodes()
+
+        # the search for lost nodes
         self.polled = 0.0  # time of the last poll
         self.missing = []  # result of the last poll
         self.written = []  # modification times of the files that the training writes
@@ -425,7 +420,16 @@ class Supervisor:
             bad_node=self.bad_node,
         )
 
-    # ------------------------------------------------------------------------- bad nodes
+    # ------------------------------------------------------------------------- the nodes
+
+    def find_nodes(self):
+        self.wanted = number("NNODES", int, 0)  # 0: all
+        self.job_nodes = nodes_of_job()
+        self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
+        self.nodes_at_first = choose_nodes(self.job_nodes, self.left_out, self.wanted)
+        self.nodes = self.nodes_at_first  # of the next attempt
+        self.evidence = Evidence(has_excluded_nodes())
+        self.bad_node = ""  # see Facts
 
     def leave_out_bad_nodes(self, attempt):
         """Leave out the nodes with evidence against them, if others can take their place."""
@@ -468,11 +472,7 @@ class Supervisor:
     def attempt(self):
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
-        name = f"{HOST}_{os.getpid()}_{self.count}"
-        self.status_file = self.directory / f"status_{name}.json"
-        self.failure_file = self.directory / f"failure_{name}.json"
-        self.nodes_file = self.directory / f"nodes_{name}"
-        self.events_file = EventsFile(self.directory / f"events_{name}.jsonl")
+        self.name_files()
         self.events = []  # of this attempt
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -509,6 +509,14 @@ class Supervisor:
             "reason": reason,
             "events": self.events,
         }
+
+    def name_files(self):
+        """The files that the training and its launcher write in the next attempt."""
+        name = f"{HOST}_{os.getpid()}_{self.count}"
+        self.status_file = self.directory / f"status_{name}.json"
+        self.failure_file = self.directory / f"failure_{name}.json"
+        self.nodes_file = self.directory / f"nodes_{name}"
+        self.events_file = EventsFile(self.directory / f"events_{name}.jsonl")
 
     def steps_and_time(self, status):
         """The part of the record that comes from the training: its status and its metrics."""
@@ -867,11 +875,6 @@ class Evidence:
             if self.hangs[host] >= HANGS and not self.may_be_the_script:
                 found[host] = f"a rank on it did not answer in {self.hangs[host]} hangs"
         return found
-
-
-def wanted_nodes():
-    """How many nodes to train on; 0: all."""
-    return number("NNODES", int, 0)
 
 
 def choose_nodes(nodes, left_out, wanted):

@@ -28,6 +28,7 @@ from node import END_SECONDS, HANG_SECONDS, exit_code, request, stop_with_parent
 # If the connection is lost, ssh exits after 3 x 15 seconds. The remote command line is only
 # `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
 SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
+PROBE_SECONDS = 30  # for ssh to connect to a host, if there are spares
 HOSTS_PER_SECOND = 10  # a jump host may refuse many new connections at once
 # Input of that bash, on the host.
 RUN = """cd {repository} 2>/dev/null || {{
@@ -67,13 +68,9 @@ def main():
         if not shutil.which(program):
             say(f"error: {program} is not installed here")
             return 2
-    wanted = os.environ.get("NNODES") or "0"
-    if not wanted.isdigit() or int(wanted) > len(given):
-        say(
-            f"error: NNODES is '{wanted}', not a number from 1 to {len(given)}, the number of hosts"
-        )
-        return 2
-    hosts = choose_hosts(given, int(wanted))
+    hosts = choose_hosts(given)
+    if not hosts:
+        return 2  # choose_hosts() has printed the error
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
     master = os.environ.get("MASTER_ADDR") or hosts[0]
     port = os.environ.get("MASTER_PORT")
@@ -94,11 +91,20 @@ def main():
     return run(nodes, with_pdsh)
 
 
-def choose_hosts(given, wanted):
-    """The hosts to train on: not those in EXCLUDED_NODES; with NNODES, the first that answer."""
+def choose_hosts(given):
+    """The hosts to train on: not those in EXCLUDED_NODES; with NNODES, the first that answer.
+
+    [] if NNODES is wrong.
+    """
+    nnodes = os.environ.get("NNODES") or "0"
+    if not nnodes.isdigit() or int(nnodes) > len(given):
+        count = len(given)
+        say(f"error: NNODES is '{nnodes}', not a number from 1 to {count}, the number of hosts")
+        return []
+    wanted = int(nnodes)
     nodes_file = os.environ.get("NODES_FILE")
     if nodes_file:  # for supervise.py
-        with open(nodes_file, "w") as file:
+        with suppress(OSError), open(nodes_file, "w") as file:
             file.write("\n".join(given) + "\n")
     excluded = os.environ.get("EXCLUDED_NODES", "").split(",")
     hosts = [host for host in given if host not in excluded]
@@ -126,7 +132,17 @@ def unreachable(hosts):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-    return [host for host, probe in probes.items() if probe.wait() == 255]
+    deadline = time.monotonic() + PROBE_SECONDS
+    lost = []
+    for host, probe in probes.items():
+        try:
+            code = probe.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            code = 255
+        if code == 255:
+            lost.append(host)
+    return lost
 
 
 def report_lost(lost):
@@ -137,7 +153,7 @@ def report_lost(lost):
         say(text)
         return
     event = {"time": time.time(), "event": "node_left_out", "text": text, "hosts": lost}
-    with open(file, "a") as events:
+    with suppress(OSError), open(file, "a") as events:
         events.write(json.dumps(event) + "\n")
 
 
