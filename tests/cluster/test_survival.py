@@ -232,7 +232,7 @@ def test_a_killed_rank_only_causes_a_restart(cluster, repo, tmp_path, long_optio
 
 
 def stop_a_rank(job, attempt):
-    """SIGSTOP to a rank of the last node once this attempt trains; wait until the attempt has ended.
+    """SIGSTOP to a rank of the last node once this attempt trains; wait until it has ended.
 
     Returns the node.
     """
