@@ -758,7 +758,7 @@ def compare_gpus(infos: list[dict]) -> str:
         failures.append(problem.text)
         for host, ranks in check_gpu.by_host(infos, problem.ranks).items():
             gpus = " ".join(infos[rank]["gpu"] for rank in ranks)
-            write_event("gpu check failed", problem.text, ranks=ranks, host=host, gpu=gpus)
+            write_event("gpu_check_failed", problem.text, ranks=ranks, host=host, gpu=gpus)
             write_failure("configuration", problem.text, ranks[0], host)
     return "; ".join(failures)
 
@@ -830,6 +830,8 @@ class HangWatch:
     Each rank writes its position to the store. At fault are the ranks that do not answer, and those
     that have not enqueued the first incomplete collective; the others may be far ahead of it.
     """
+
+    silent_hosts: list[str] | tuple = ()  # of ranks that did not answer, as far as it is certain
 
     def __init__(self, rank: int, store, infos: dict[int, dict]):
         from torch import __version__ as version
@@ -959,6 +961,8 @@ class HangWatch:
             if text:
                 notes[rank] = json.loads(text)
         silent = self.why_silent([rank for rank in ranks if rank not in notes])
+        hosts = {self.infos[rank]["host"] for rank in silent if silent[rank] != ENDED}
+        self.silent_hosts = sorted(hosts)
         return notes, silent
 
     def silent_siblings(self) -> dict[int, str]:
@@ -983,7 +987,7 @@ class HangWatch:
         """Print the error, if this rank has notes; kill the silent ranks of this host, and exit."""
         if notes:
             text = self.verdict(notes, silent)
-            write_failure("hang", text, self.rank)
+            write_failure("hang", text, self.rank, silent_hosts=self.silent_hosts)
             print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
         time.sleep(1)  # let that rank print before the launcher kills it
         for rank, state in silent.items():
@@ -1823,11 +1827,11 @@ def cause_and_reason(error: BaseException) -> tuple[str, str]:
     return getattr(error, "cause", default), f"exit code {error.code}"
 
 
-def write_failure(cause: str, reason: str, rank: int, host: str = HOST) -> None:
+def write_failure(cause: str, reason: str, rank: int, host: str = HOST, **more) -> None:
     """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so."""
     file = os.environ.get("FAILURE_FILE")
     if file:
-        facts = {"cause": cause, "reason": reason, "rank": rank, "host": host}
+        facts = {"cause": cause, "reason": reason, "rank": rank, "host": host, **more}
         with suppress(OSError), open(file, "x") as first:
             json.dump(facts, first)
 

@@ -31,10 +31,14 @@ save_seconds, hosts, world_size, cause, reason, events (those of EVENTS_FILE, su
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
 ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
-"gpu check failed", finished, gave_up. It finds the event as JSON on its standard input and in the
-variable EVENT: time, event, text, job, run_dir, and what is known of the attempt. supervise.py does
-not wait for the command, except for up to 10 s at the end (2 s before a requeue), and ends it after
-60 s.
+gpu_check_failed, node_left_out, finished, gave_up. It finds the event as JSON on its standard input
+and in the variable EVENT: time, event, text, job, run_dir, and what is known of the attempt.
+supervise.py does not wait for the command, except for up to 10 s at the end (2 s before a requeue),
+and ends it after 60 s.
+A node is left out of the next attempts if only ranks on it did not answer in two hangs, or if its
+GPU check failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
+requeued without the node. The launchers that use ssh find the hosts to leave out in EXCLUDED_NODES,
+and write all their hosts to NODES_FILE, one per line.
 Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
 
 Environment:
@@ -44,6 +48,8 @@ Environment:
     STOPPED_EXIT_CODE  for your own scheduler or supervisor, for example 75, EX_TEMPFAIL of
                        sysexits.h: "try again later"                             [0]
     LOG_DIR            a directory that all nodes see                            [logs]
+    NNODES             nodes to train on; the other nodes of the job are spares  [all]
+    EXCLUDED_NODES     nodes to leave out, separated by commas                   []
     ON_EVENT           a shell command to run for each event, for example to send a mail []
 
 Examples:
@@ -101,6 +107,7 @@ COMMAND_SECONDS = 60  # time limit of ON_EVENT
 LAST_SECONDS = 10  # the same, when supervise.py ends
 REQUEUE_SECONDS = 2  # the same, before a requeue: Slurm's KillWait may be running
 VARIABLE_BYTES = 100_000  # Linux permits 128 KiB for a variable
+HANGS = 2  # in which a node did not answer, before it is left out
 MAX_COMMANDS = 4  # of ON_EVENT at the same time
 NUMBER = (int, float)
 HOST = socket.gethostname()
@@ -122,6 +129,7 @@ def main():
         stopped_code = number("STOPPED_EXIT_CODE", int, 0)
         number("SLURM_JOB_END_TIME", float, None)  # used later
         number("SLURM_RESTART_COUNT", int, 0)
+        number("NNODES", int, 0)
     except ValueError as error:
         log(f"error: {error}: correct or unset it")
         return 2
@@ -201,6 +209,7 @@ class Facts(NamedTuple):
     crashes: int  # in a row without progress, with this one
     restarts: int
     max_restarts: int
+    bad_node: str = ""  # "replaced" by a spare node, or there is "no spare"
 
 
 def decide(facts, can_requeue=True):
@@ -211,7 +220,7 @@ def decide(facts, can_requeue=True):
         return Decision.REQUEUE
     if facts.cause == "stopped":
         return Decision.STOP
-    if facts.cause in WOULD_REPEAT:
+    if facts.cause in WOULD_REPEAT and facts.bad_node != "replaced":
         return Decision.WOULD_REPEAT
     if facts.signals or facts.killed:
         return Decision.STOP_REQUESTED
@@ -227,6 +236,8 @@ def requeue_may_help(facts):
     if facts.cause == "stopped":
         reasons = facts.reason.split(", ")
         return any(reason in ON_TIME for reason in reasons)
+    if facts.bad_node == "no spare" and not facts.signals:
+        return True
     if facts.crashes >= NO_PROGRESS:
         return False
     if facts.cause == "configuration" and facts.lost_nodes:  # it needs more nodes
@@ -335,10 +346,10 @@ class Supervisor:
         self.restarts = 0
         self.crashes = 0  # in a row without progress
 
-        # the nodes, and the search for lost ones
-        self.nodes_at_first = nodes_of_job()
-        self.nodes = self.nodes_at_first
+        self.find_nodes()
         self.nodes_used = set()  # by earlier attempts
+
+        # the search for lost nodes
         self.polled = 0.0  # time of the last poll
         self.missing = []  # result of the last poll
         self.written = []  # modification times of the files that the training writes
@@ -363,6 +374,7 @@ class Supervisor:
             cause = attempt["cause"]
             if cause == "in use" and self.free_stale_lock():
                 continue
+            self.leave_out_bad_nodes(attempt)
             if cause != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
             self.alert("attempt_ended", f"{cause}: {attempt['reason']}", attempt)
@@ -375,8 +387,10 @@ class Supervisor:
             decision = decide(facts)
             if decision == Decision.REQUEUE:
                 self.alerts.finish(REQUEUE_SECONDS)  # Slurm kills this job at once
-            if decision == Decision.REQUEUE and not requeue():
+            if decision == Decision.REQUEUE and not requeue(self.left_out):
                 decision = decide(facts, can_requeue=False)
+                if self.bad_node:
+                    log(f"to leave out {', '.join(self.left_out)}: {resume_command()}")
             if decision == Decision.STOP:
                 report_stop(attempt)
             text = attempt["reason"]
@@ -405,7 +419,7 @@ class Supervisor:
         self.alerts.send(record)
 
     def count_crash(self, attempt):
-        if made_progress(attempt):
+        if made_progress(attempt) or self.bad_node == "replaced":
             self.crashes = 0
         else:
             self.crashes += 1
@@ -416,21 +430,66 @@ class Supervisor:
             reason=attempt["reason"],
             signals=self.signal_names(),
             killed=self.killed,
-            lost_nodes=self.nodes != self.nodes_at_first,
+            lost_nodes=len(self.nodes) < len(self.nodes_at_first),
             crashes=self.crashes,
             restarts=self.restarts,
             max_restarts=max_restarts,
+            bad_node=self.bad_node,
         )
+
+    # ------------------------------------------------------------------------- the nodes
+
+    def find_nodes(self):
+        self.wanted = number("NNODES", int, 0)  # 0: all
+        self.job_nodes = nodes_of_job()
+        self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
+        self.nodes_at_first = choose_nodes(self.job_nodes, self.left_out, self.wanted)
+        self.nodes = self.nodes_at_first  # of the next attempt
+        self.evidence = Evidence(has_excluded_nodes())
+        self.bad_node = ""  # see Facts
+
+    def leave_out_bad_nodes(self, attempt):
+        """Leave out the nodes with evidence against them, if others can take their place."""
+        self.bad_node = ""
+        if attempt["cause"] in NO_CRASH:
+            return
+        if made_progress(attempt):
+            self.evidence.may_be_the_script = False
+        given = self.job_nodes or self.launcher_hosts
+        for host, why in self.evidence.of(self.failure, attempt["events"]).items():
+            node = name_among(given, host)
+            if node and node not in self.left_out:
+                self.leave_out(node, why, given, attempt)
+
+    def leave_out(self, node, why, given, attempt):
+        """given: the names of all nodes that the launcher may use."""
+        left_out = [*self.left_out, node]
+        remaining = choose_nodes(given, left_out, 0)
+        if self.wanted and len(remaining) >= self.wanted:
+            self.bad_node = "replaced"
+            what = f"{node} is left out: {why}; a spare node takes its place"
+        elif self.job_nodes:
+            self.bad_node = "no spare"
+            what = f"{node} is to be left out: {why}; there is no spare node"
+        else:
+            log(f"WARNING: {node} may be defective: {why}; there is no spare node (NNODES)")
+            return
+        self.left_out = left_out
+        self.evidence.may_be_the_script = True
+        if self.bad_node == "replaced":
+            self.nodes = choose_nodes(self.job_nodes, left_out, self.wanted)
+        os.environ["EXCLUDED_NODES"] = ",".join(left_out)
+        event = {"time": time.time(), "event": "node_left_out", "text": what, "hosts": [node]}
+        attempt["events"].append(event)
+        log(what)
+        self.alert("node_left_out", what, {**self.begun, **event})
 
     # ------------------------------------------------------------------------- one attempt
 
     def attempt(self):
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
-        name = f"{HOST}_{os.getpid()}_{self.count}"
-        self.status_file = self.directory / f"status_{name}.json"
-        self.failure_file = self.directory / f"failure_{name}.json"
-        self.events_file = EventsFile(self.directory / f"events_{name}.jsonl")
+        self.name_files()
         self.events = []  # of this attempt
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -450,7 +509,10 @@ class Supervisor:
         self.try_to(self.read_events)
         status = read_status(self.status_file)
         failure = read_failure(self.failure_file)
-        for file in (self.status_file, self.failure_file, self.events_file.path):
+        self.failure = failure
+        self.launcher_hosts = lines_of(self.nodes_file)
+        files = (self.status_file, self.failure_file, self.nodes_file, self.events_file.path)
+        for file in files:
             if file.exists():
                 file.unlink()
         self.run_dir = status.get("run_dir") or self.run_dir
@@ -467,6 +529,14 @@ class Supervisor:
             "reason": reason,
             "events": self.events,
         }
+
+    def name_files(self):
+        """The files that the training and its launcher write in the next attempt."""
+        name = f"{HOST}_{os.getpid()}_{self.count}"
+        self.status_file = self.directory / f"status_{name}.json"
+        self.failure_file = self.directory / f"failure_{name}.json"
+        self.nodes_file = self.directory / f"nodes_{name}"
+        self.events_file = EventsFile(self.directory / f"events_{name}.jsonl")
 
     def steps_and_time(self, status):
         """The part of the record that comes from the training: its status and its metrics."""
@@ -523,11 +593,12 @@ class Supervisor:
         env["STATUS_FILE"] = str(self.status_file)
         env["FAILURE_FILE"] = str(self.failure_file)
         env["EVENTS_FILE"] = str(self.events_file.path)
+        env["NODES_FILE"] = str(self.nodes_file)
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
             env.update(slurm_overlap())
-        if self.nodes != self.nodes_at_first:
+        if self.nodes != self.job_nodes:
             env.update(slurm_nodes(self.nodes))
         new_nodes = [node for node in self.nodes if node not in self.nodes_used]
         if self.count > 1 and new_nodes:
@@ -556,7 +627,8 @@ class Supervisor:
         if failure.get("cause") not in WOULD_REPEAT:
             lost = nodes_lost(self.nodes)
             if lost:
-                self.nodes = [node for node in self.nodes if node not in lost]
+                self.job_nodes = [node for node in self.job_nodes if node not in lost]
+                self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
                 return "node lost", ", ".join(lost)
         if failure:
             rank = ""
@@ -828,6 +900,54 @@ def subject_of(record):
         if name not in ("time", "text") and not isinstance(value, float):
             subject[name] = value
     return json.dumps(subject, sort_keys=True)
+
+
+class Evidence:
+    """What speaks against a node. An error of the script never does."""
+
+    def __init__(self, may_be_the_script):
+        # A node was left out after hangs, and nothing was saved since: more hangs of this kind
+        # may be the script's fault, for example a lock that is never released.
+        self.may_be_the_script = may_be_the_script
+        self.hangs = {}  # {host: number of hangs in which only ranks on it did not answer}
+
+    def of(self, failure, events):
+        """{host: why it should be left out}. failure, events: of the attempt that has ended."""
+        found = {}
+        for event in events:
+            if event["event"] == "gpu_check_failed" and has_only(str, event, ["host"]):
+                found[event["host"]] = "its GPU check failed"
+        hosts = failure.get("silent_hosts")
+        # If several hosts are silent, the network may be at fault.
+        if isinstance(hosts, list) and len(hosts) == 1 and isinstance(hosts[0], str):
+            host = hosts[0]
+            self.hangs[host] = self.hangs.get(host, 0) + 1
+            if self.hangs[host] >= HANGS and not self.may_be_the_script:
+                found[host] = f"a rank on it did not answer in {self.hangs[host]} hangs"
+        return found
+
+
+def choose_nodes(nodes, left_out, wanted):
+    """The first of the nodes that are not left out; wanted: how many, 0: all.
+
+    If too few would remain, those that should be left out are used, too.
+    """
+    good = [node for node in nodes if node not in left_out]
+    if len(good) < wanted or not good:
+        good = nodes
+    return good[:wanted] if wanted else good
+
+
+def name_among(nodes, host):
+    """The node's name in this list: the same, or the same up to the first dot. None: not there."""
+    for node in nodes:
+        if node == host or node.split(".")[0] == host.split(".")[0]:
+            return node
+    return None
+
+
+def split_names(text):
+    return [name for name in text.split(",") if name]
 
 
 class Alerts:
@@ -1254,8 +1374,37 @@ def slurm_job():
     return facts
 
 
-def requeue():
-    """Requeue this Slurm job. Returns whether Slurm will start it again."""
+def has_excluded_nodes():
+    """Whether this Slurm job was requeued and excludes nodes, maybe because of hangs."""
+    if not slurm_id() or requeues_of_job() == 0:
+        return False
+    return slurm_job().get("ExcNodeList", "(null)") != "(null)"
+
+
+def exclude(job, nodes):
+    """Ask Slurm to start this job, which is being requeued, on other nodes than these."""
+    earlier = slurm_job().get("ExcNodeList", "(null)")
+    names = nodes if earlier == "(null)" else [earlier, *nodes]
+    command = ["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}"]
+    for _ in range(5):  # until Slurm has processed the requeue
+        if slurm(*command) is not None:
+            return
+        time.sleep(0.5)
+    what = f"Slurm does not exclude {', '.join(nodes)} from job {job}"
+    log(f"{what}: to leave them out: scancel {job}; {sbatch_command()}")
+
+
+def requeue(left_out=()):
+    """Requeue this Slurm job, without these nodes. Returns whether Slurm will start it again."""
+    job = slurm_id()
+    is_requeued = requeue_job()
+    if job and is_requeued and left_out:
+        exclude(job, left_out)
+    return is_requeued
+
+
+def requeue_job():
+    """Returns whether Slurm will start this job again."""
     job = slurm_id()
     if not job:
         return False
@@ -1297,6 +1446,9 @@ def sbatch_command():
 def sbatch_options(facts):
     nodes = os.environ["SLURM_JOB_NUM_NODES"]
     options = [f"--nodes={nodes}"]
+    excluded = os.environ.get("EXCLUDED_NODES")
+    if excluded:
+        options.append(f"--exclude={excluded}")
     gpus = re.search(r"gpu[^,]*$", facts.get("TresPerNode", ""))
     if gpus:
         options.append(f"--gres={gpus[0]}")

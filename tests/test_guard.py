@@ -868,6 +868,7 @@ def test_a_hang_names_a_stopped_rank_and_leaves_nothing_running(tmp_path, stoppe
     assert all("all stacks\n" in err and "my_train.py" in err for err in others)
     written = json.loads(failure.read_text())
     assert written["cause"] == "hang" and f"rank {stopped} on {HOST}" in written["reason"]
+    assert written["silent_hosts"] == ([HOST] if stopped else [])  # else the store is stopped, too
 
 
 FAULTS = {
@@ -906,6 +907,7 @@ def test_a_hang_names_the_rank_at_fault(tmp_path, fault):
     assert bool(result.codes[1]) == (fault != "out of the loop")
     failure = json.loads((tmp_path / "failure").read_text())
     assert failure["cause"] == ("exception" if fault == "out of the loop" else "hang")
+    assert not failure.get("silent_hosts")
     assert expected.format(host=HOST) in failure["reason"]
     assert "in main" in result.err[1] or fault == "out of the loop"  # its stacks
 

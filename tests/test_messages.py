@@ -65,6 +65,7 @@ PARTS = {
         *("global_batch_size", "seed"),
     ],
     "guard.py": ["does not answer", "has ended", "is …, … steps done", "at collective … (…)"],
+    "supervise.py": ["its GPU check failed", "a rank on it did not answer in … hangs"],
     "checks.py": ["open files", "locked memory", "ulimit -n 65536", "ulimit -l unlimited"],
     "doctor.py": ["on … was last seen …", "another program answers there", "the port is in use"],
 }

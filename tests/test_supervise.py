@@ -822,3 +822,131 @@ def test_the_deadline_and_the_qsub_command_come_from_qstat(monkeypatch, facts, m
     assert module.end_of_job() == (start + 60 * minutes if minutes else None)
     assert module.qsub_command() == command
     assert module.requeues_of_job() == (2 if "run_count" in facts else 0)
+
+
+# ------------------------------------------------------------------------ nodes that are left out
+
+LAUNCHER = """
+import json, os, sys
+env = os.environ
+failures = json.loads(sys.argv[1])
+hosts = ["n1.site", "n2.site", "n3.site"]
+with open(env["NODES_FILE"], "w") as file:
+    file.write("\\n".join(hosts))
+number = int(env["ATTEMPT"])
+print("attempt", number, "without", env.get("EXCLUDED_NODES"), flush=True)
+if number > len(failures):
+    sys.exit()
+failure = {"cause": "hang", "reason": "it is", "host": "n1", "rank": 0, **failures[number - 1]}
+if failure.pop("gpu", None):
+    event = {"time": 1, "event": "gpu_check_failed", "text": "bad", "host": failure["host"]}
+    with open(env["EVENTS_FILE"], "w") as events:
+        print(json.dumps(event), file=events)
+with open(env["FAILURE_FILE"], "w") as file:
+    json.dump(failure, file)
+sys.exit(1)
+"""
+SILENT = {"silent_hosts": ["n2"]}
+
+
+def launch(supervise, *failures, **env):
+    """(exit code, output) of a launcher of three hosts whose attempts fail in these ways."""
+    return supervise(sys.executable, "-c", LAUNCHER, json.dumps(failures), **env)
+
+
+def left_out(directory) -> list[list[str]]:
+    """The hosts that were left out after each attempt."""
+    return [
+        [host for event in attempt["events"] for host in event.get("hosts", [])]
+        for attempt in attempts(directory)
+    ]
+
+
+def test_a_node_that_did_not_answer_in_two_hangs_is_replaced_by_a_spare(tmp_path, supervise):
+    save = f"cat >>{tmp_path}/alerts; echo >>{tmp_path}/alerts"
+    code, text = launch(supervise, SILENT, SILENT, NNODES="2", ON_EVENT=save)
+    assert code == 0, text
+    sentence = "n2.site is left out: a rank on it did not answer in 2 hangs; a spare node takes its"
+    assert text.count(f"supervise.py: {sentence} place\n") == 1, text
+    assert "attempt 2 without None\n" in text and "attempt 3 without n2.site\n" in text
+    assert left_out(tmp_path) == [[], ["n2.site"], []]
+    alerts = (tmp_path / "alerts").read_text()
+    assert alerts.count('"event": "node_left_out"') == 1 and sentence in alerts
+    assert not list(tmp_path.rglob("nodes_*"))
+
+
+def test_a_node_whose_gpu_check_failed_is_replaced_at_once(tmp_path, supervise):
+    failure = {"cause": "configuration", "gpu": True, "host": "n3"}
+    code, text = launch(supervise, failure, NNODES="2")
+    assert code == 0 and "n3.site is left out: its GPU check failed; a spare" in text, text
+    assert left_out(tmp_path) == [["n3.site"], []]
+
+
+@pytest.mark.parametrize(
+    ("failures", "env", "expected"),
+    [
+        ([SILENT] * 3, {"NNODES": "3"}, "n2.site may be defective"),
+        ([SILENT] * 3, {}, "n2.site may be defective"),
+        ([{"silent_hosts": ["n2", "n3"]}] * 3, {"NNODES": "1"}, "3 crashes without"),
+        ([{"silent_hosts": ["n9"]}] * 3, {"NNODES": "1"}, "3 crashes without"),
+        ([{"silent_hosts": [[]]}, {"silent_hosts": 5}, SILENT], {"NNODES": "1"}, "3 crashes"),
+    ],
+    ids=["no spare", "no NNODES", "two nodes", "another host", "malformed"],
+)
+def test_without_a_spare_or_certain_evidence_no_node_is_left_out(
+    tmp_path, supervise, failures, env, expected
+):
+    code, text = launch(supervise, *failures, **env)
+    assert code == 1 and expected in text, text
+    assert "is left out" not in text and left_out(tmp_path) == [[], [], []]
+
+
+def test_hangs_that_follow_the_rank_to_the_spare_are_the_fault_of_the_script(tmp_path, supervise):
+    hangs = [SILENT] * 2 + [{"silent_hosts": ["n3"]}] * 3
+    code, text = launch(supervise, *hangs, NNODES="1")
+    assert code == 1 and "3 crashes without progress" in text, text
+    assert left_out(tmp_path) == [[], ["n2.site"], [], [], []]
+
+
+def test_no_node_is_left_out_for_twenty_errors_of_the_script(supervisor):
+    module, us = supervisor
+    failures = [
+        {"cause": "exception", "reason": "ValueError: no", "host": "n2", "rank": 3},
+        {"cause": "out of memory", "reason": "CUDA out of memory", "host": "n2", "rank": 3},
+        {"cause": "configuration", "reason": "no such file", "host": "n2"},
+        {"cause": "hang", "reason": "rank 3 is at", "host": "n1", "silent_hosts": []},
+        {},  # killed
+    ]
+    us.wanted = 1
+    for failure in failures * 4:
+        us.failure = failure
+        attempt = {"cause": failure.get("cause", "killed"), "events": [], "world_size": 4}
+        us.leave_out_bad_nodes({**attempt, "saved_step": 5, "start_step": 0})
+        assert us.bad_node == "" and us.left_out == [] and us.nodes == ["n1", "n2"]
+
+
+def test_a_job_without_a_spare_is_requeued_without_the_node(supervisor, monkeypatch):
+    module, us = supervisor
+    us.begun = {}
+    attempt = {"cause": "hang", "events": [], "world_size": None, "start": 0, "end": 1}
+    us.failure = SILENT
+    us.leave_out_bad_nodes(attempt)
+    assert us.bad_node == ""
+    monkeypatch.setenv("EXCLUDED_NODES", "")
+    us.leave_out_bad_nodes(attempt)
+    assert us.bad_node == "no spare" and us.left_out == ["n2"] and us.nodes == ["n1", "n2"]
+    facts = us.facts({**attempt, "reason": ""}, 10)
+    assert module.decide(facts) == module.Decision.REQUEUE
+    assert module.decide(facts, can_requeue=False) == module.Decision.RESTART
+    assert module.decide(facts._replace(signals=["SIGINT"])) == module.Decision.STOP_REQUESTED
+    monkeypatch.setattr(module, "slurm_job", dict)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert "--exclude=n2" in module.sbatch_options({})
+
+
+def test_the_nodes_beyond_nnodes_are_spares(monkeypatch, tmp_path):
+    module = load(SUPERVISE)
+    assert module.choose_nodes(["a", "b", "c"], [], 2) == ["a", "b"]
+    assert module.choose_nodes(["a", "b", "c"], ["a"], 2) == ["b", "c"]
+    assert module.choose_nodes(["a", "b", "c"], ["a", "b"], 2) == ["a", "b"]  # too few are left
+    assert module.choose_nodes(["a", "b"], ["a"], 0) == ["b"]

@@ -9,6 +9,7 @@ Exit code: that of the first node that failed (255: ssh); 2 user error; 130 afte
 """
 
 import collections
+import json
 import math
 import os
 import selectors
@@ -27,6 +28,7 @@ from node import END_SECONDS, HANG_SECONDS, exit_code, request, stop_with_parent
 # If the connection is lost, ssh exits after 3 x 15 seconds. The remote command line is only
 # `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
 SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
+PROBE_SECONDS = 30  # for ssh to connect to a host, if there are spares
 HOSTS_PER_SECOND = 10  # a jump host may refuse many new connections at once
 # Input of that bash, on the host.
 RUN = """cd {repository} 2>/dev/null || {{
@@ -55,7 +57,7 @@ def main():
     if with_pdsh:
         words = words[1:]
     split = words.index("--")
-    hosts = words[:split]
+    given = words[:split]
     config = words[split + 1]
     options = words[split + 2 :]
 
@@ -66,6 +68,9 @@ def main():
         if not shutil.which(program):
             say(f"error: {program} is not installed here")
             return 2
+    hosts = choose_hosts(given)
+    if not hosts:
+        return 2  # choose_hosts() has printed the error
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
     master = os.environ.get("MASTER_ADDR") or hosts[0]
     port = os.environ.get("MASTER_PORT")
@@ -84,6 +89,72 @@ def main():
         command += options
         nodes[host] = Node(f"{run_node}{request(command)}\n")
     return run(nodes, with_pdsh)
+
+
+def choose_hosts(given):
+    """The hosts to train on: not those in EXCLUDED_NODES; with NNODES, the first that answer.
+
+    [] if NNODES is wrong.
+    """
+    nnodes = os.environ.get("NNODES") or "0"
+    if not nnodes.isdigit() or int(nnodes) > len(given):
+        count = len(given)
+        say(f"error: NNODES is '{nnodes}', not a number from 1 to {count}, the number of hosts")
+        return []
+    wanted = int(nnodes)
+    nodes_file = os.environ.get("NODES_FILE")
+    if nodes_file:  # for supervise.py
+        with suppress(OSError), open(nodes_file, "w") as file:
+            file.write("\n".join(given) + "\n")
+    excluded = os.environ.get("EXCLUDED_NODES", "").split(",")
+    hosts = [host for host in given if host not in excluded]
+    if len(hosts) < max(1, wanted):
+        hosts = given
+    if wanted in (0, len(hosts)):
+        return hosts
+    lost = unreachable(hosts)
+    reached = [host for host in hosts if host not in lost]
+    if len(reached) < wanted:
+        return hosts[:wanted]  # its error names one that is lost
+    if any(host in lost for host in hosts[:wanted]):
+        report_lost(lost)
+    return reached[:wanted]
+
+
+def unreachable(hosts):
+    """The hosts to which ssh cannot connect."""
+    probes = {}
+    for rank, host in enumerate(hosts):
+        if rank and rank % HOSTS_PER_SECOND == 0:
+            time.sleep(1)
+        probes[host] = subprocess.Popen(
+            [*SSH, host, "exec true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    deadline = time.monotonic() + PROBE_SECONDS
+    lost = []
+    for host, probe in probes.items():
+        try:
+            code = probe.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            code = 255
+        if code == 255:
+            lost.append(host)
+    return lost
+
+
+def report_lost(lost):
+    """Under supervise.py, which prints it, as an event."""
+    text = f"{', '.join(lost)} left out: ssh cannot connect; a spare node takes its place"
+    file = os.environ.get("EVENTS_FILE")
+    if not file:
+        say(text)
+        return
+    event = {"time": time.time(), "event": "node_left_out", "text": text, "hosts": lost}
+    with suppress(OSError), open(file, "a") as events:
+        events.write(json.dumps(event) + "\n")
 
 
 def input_of_bash(script):

@@ -88,7 +88,7 @@ def test_a_gpu_with_a_wrong_bit_ends_the_launch_and_is_named(job):
     text = f"GPU 1 of {HOST} computed other bits than other GPUs of the same model: leave out"
     assert f"guard.py: error: {text}" in run.err[0]
     (event,) = run.events
-    assert event["event"] == "gpu check failed"
+    assert event["event"] == "gpu_check_failed"
     assert (event["ranks"], event["host"], event["gpu"]) == ([1], HOST, "GPU-1")
     assert run.failure["cause"] == "configuration" and run.failure["rank"] == 1
     assert run.failure["reason"] == event["text"]

@@ -573,6 +573,48 @@ def test_a_fault_on_one_node_is_reported_and_stops_all_nodes(
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+def test_a_spare_takes_the_place_of_a_host_that_cannot_be_reached(
+    cluster, repo, tmp_path, options, check, launcher
+):
+    lost, run = "10.77.0.99", tmp_path / "run"
+    hosts = [lost, "node01", "node02"]
+    words = [launcher, CONFIG, "2", *(hosts if launcher == AUTO else [",".join(hosts)])]
+    supervise = [sys.executable, "scripts/supervise.py", *words]
+    env = {"NNODES": "2"}
+    code, text = cluster.on(
+        "login", *supervise, *options, f"--checkpoint-dir={run}", cwd=repo, **env
+    )
+    assert code == 0, text
+    sentence = f"{lost} left out: ssh cannot connect; a spare node takes its place"
+    assert text.count(f"supervise.py: {sentence}\n") == 1
+    log = (run / "attempts.jsonl").read_text().splitlines()
+    (event,) = json.loads(log[-1])["events"]
+    assert (event["event"], event["hosts"]) == ("node_left_out", [lost])
+    assert len(log) == 1
+    text = re.sub(r"(?m)^\S+: (?=Starting)", "", text)
+    check(text, run, TWO_NODES)
+
+
+def test_hosts_in_excluded_nodes_are_not_used_unless_too_few_would_remain(cluster, repo, probe):
+    words = [AUTO, CONFIG, "1", "node01", "node02"]
+    for excluded, wanted, used in [
+        ("node01", "", ["node02"]),
+        ("node01,x", "1", ["node02"]),
+        ("", "1", ["node01"]),
+        ("node01", "2", ["node01", "node02"]),
+    ]:
+        env = {"EXCLUDED_NODES": excluded, "NNODES": wanted, **probe}
+        for file in (repo / "logs").glob("node_*"):
+            file.unlink()
+        code, text = cluster.on("login", *words, cwd=repo, **env)
+        assert code == 0, text
+        logs = sorted((repo / "logs").glob("node_*"))
+        assert [record["host"] for record in probed("".join(f.read_text() for f in logs))] == used
+    code, text = cluster.on("login", *words, cwd=repo, NNODES="3", **probe)
+    assert code == 2 and "NNODES is '3', not a number from 1 to 2, the number of hosts" in text
+
+
 def test_a_master_that_cannot_be_reached_is_named_at_once(cluster, repo):
     words = [AUTO, CONFIG, "2", "10.77.0.99", "node01"]
     code, text = cluster.on("login", *words, cwd=repo, timeout=60)

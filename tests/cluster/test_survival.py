@@ -99,6 +99,10 @@ class Job:
     def attempts(self) -> list[dict]:
         return [json.loads(line) for line in (self.run / "attempts.jsonl").read_text().splitlines()]
 
+    def log(self) -> list[dict]:
+        """The attempts, if there are any yet."""
+        return self.attempts() if (self.run / "attempts.jsonl").exists() else []
+
 
 def assert_same_end(job, untouched) -> None:
     end = torch.load(job.run / f"checkpoint_epoch_{EPOCHS}.pt", weights_only=True)
@@ -224,6 +228,41 @@ def test_a_killed_rank_only_causes_a_restart(cluster, repo, tmp_path, long_optio
     assert job.end() == "COMPLETED", job.output()
     assert [attempt["cause"] for attempt in job.attempts()] == ["killed", "finished"]
     assert "goodput" in job.output()
+    assert_same_end(job, untouched)
+
+
+def stop_a_rank(job, attempt):
+    """SIGSTOP to a rank of the last node once this attempt trains; wait until it has ended.
+
+    Returns the node.
+    """
+    job.wait(lambda: len(lines := job.log()) == attempt and lines[-1]["cause"] == "running")
+    job.wait(lambda: job.status().get("began", 0) > job.log()[-1]["start"])
+    victim = max(ranks_on(job.cluster), key=lambda rank: rank.host)
+    os.kill(victim.pid, signal.SIGSTOP)
+    job.wait(lambda: job.log()[attempt - 1]["cause"] != "running")
+    return victim.host
+
+
+@pytest.mark.parametrize(
+    ("nodes", "style"), [(3, TORCHRUN), (2, SRUN)], ids=["a spare", "no spare"]
+)
+def test_a_node_that_hangs_twice_is_left_out(
+    racks, repo, tmp_path, long_options, untouched, nodes, style
+):
+    flags = [f"--nodes={nodes}", "--export=ALL,HANG_TIMEOUT=4,NNODES=2"]
+    job = Job(racks, repo, tmp_path / "run", style, long_options, *flags)
+    bad = stop_a_rank(job, 1)
+    assert stop_a_rank(job, 2) == bad
+    assert job.end() == "COMPLETED", job.output()
+    records = job.attempts()
+    assert [record["cause"] for record in records] == ["hang", "hang", "finished"]
+    assert records[1]["hosts"][1] == bad
+    assert bad not in records[2]["hosts"] and len(records[2]["hosts"]) == 2
+    (event,) = [event for record in records for event in record["events"]]
+    assert event["event"] == "node_left_out" and event["hosts"] == [bad]
+    assert job.facts()["Restarts"] == ("0" if nodes == 3 else "1")
+    assert job.facts()["ExcNodeList"] == ("(null)" if nodes == 3 else bad)
     assert_same_end(job, untouched)
 
 
