@@ -63,6 +63,14 @@ def test_the_index_has_a_text_for_each_entry_in_the_row_of_its_group():
     assert len(set(texts)) == len(texts) > 140
 
 
+def test_the_index_has_words_of_each_heading_that_is_an_error():
+    links = re.findall(r"\[`([^`]+)`\]\(#(.+?)\)", INDEX)
+    for name in ENTRIES:
+        heading = " ".join(re.findall(r"`([^`]+)`", name))
+        words = [text for text, anchor in links if anchor == slug(name)]
+        assert not heading or any(text in heading for text in words), name
+
+
 def test_the_index_leads_to_each_section_of_our_messages():
     parts = re.split(r"(?m)^##+ (.+)$", without_code(MESSAGES))[1:]
     with_messages = [title for title, text in zip(parts[::2], parts[1::2]) if "| --- |" in text]
