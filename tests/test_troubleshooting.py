@@ -1,11 +1,12 @@
-"""docs/TROUBLESHOOTING.md: the ten common errors, and the form of each entry."""
+"""docs/TROUBLESHOOTING.md: the ten common errors, the form of each entry, and the index."""
 
 import re
 
 from harness import REPO
-from pages import without_code
+from pages import slug, without_code
 
 PAGE = (REPO / "docs/TROUBLESHOOTING.md").read_text()
+MESSAGES = (REPO / "docs/MESSAGES.md").read_text()
 COMMON = [
     "Connection timeout: unable to initialize distributed",
     "Cannot connect to master node",
@@ -27,10 +28,13 @@ def sections(text: str, level: str) -> dict[str, str]:
 
 
 GROUPS = sections(without_code(PAGE), "##")
+del GROUPS["How to use this page"]
+INDEX = GROUPS.pop("Index")
+ENTRIES = {name: text for group in GROUPS.values() for name, text in sections(group, "###").items()}
 
 
 def test_the_ten_common_errors_come_first_with_commands_to_paste():
-    first = next(name for name in GROUPS if name != "How to use this page")
+    first = next(iter(GROUPS))
     assert first == "Ten common errors"
     entries = sections(sections(PAGE, "##")[first], "###")
     assert list(entries) == COMMON
@@ -40,14 +44,35 @@ def test_the_ten_common_errors_come_first_with_commands_to_paste():
 
 
 def test_each_entry_says_the_cause_and_what_to_do():
-    entries = [entry for group in GROUPS.values() for entry in sections(group, "###").items()]
-    assert len(entries) > 100
-    for name, text in entries:
+    assert len(ENTRIES) > 90
+    for name, text in ENTRIES.items():
         words = re.findall(r"(?m)^- \*\*(\w+)\*\*: ", text)
         assert words in (["Cause", "Check", "Fix"], ["Cause", "Fix"]), name
 
 
-def test_the_list_of_groups_is_complete():
-    groups = [name for name in GROUPS if name != "How to use this page"]
-    listed = re.findall(r"\[([^]]+)\]\(#", PAGE.partition("\nGroups: ")[2].partition("\n\n")[0])
-    assert listed == groups
+def test_the_index_has_a_text_for_each_entry_in_the_row_of_its_group():
+    rows = re.findall(r"(?m)^\| \[([^]]+)\]\(#(.+?)\) \| (.+) \|$", INDEX)
+    assert [name for name, _, _ in rows] == list(GROUPS)
+    texts = []
+    for name, anchor, cell in rows:
+        assert anchor == slug(name)
+        targets = re.findall(r"\]\(#(.+?)\)", cell)
+        entries = [slug(title) for title in sections(GROUPS[name], "###")]
+        assert list(dict.fromkeys(targets)) == entries, name
+        texts += re.findall(r"\[([^]]+)\]\(", cell)
+    assert len(set(texts)) == len(texts) > 140
+
+
+def test_the_index_has_words_of_each_heading_that_is_an_error():
+    links = re.findall(r"\[`([^`]+)`\]\(#(.+?)\)", INDEX)
+    for name in ENTRIES:
+        heading = " ".join(re.findall(r"`([^`]+)`", name))
+        words = [text for text, anchor in links if anchor == slug(name)]
+        assert not heading or any(text in heading for text in words), name
+
+
+def test_the_index_leads_to_each_section_of_our_messages():
+    parts = re.split(r"(?m)^##+ (.+)$", without_code(MESSAGES))[1:]
+    with_messages = [title for title, text in zip(parts[::2], parts[1::2]) if "| --- |" in text]
+    targets = re.findall(r"\]\(MESSAGES\.md#(.+?)\)", INDEX)
+    assert sorted(targets) == sorted(slug(title) for title in with_messages)
