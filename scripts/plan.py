@@ -356,7 +356,7 @@ def print_plan(args, plan: Plan) -> None:
     print_communication(args, plan)
     efficiency = 100 * plan.rate / plan.ranks / plan.speed
     scaling = f"{efficiency:.1f} % of linear scaling, {plan.rate:.0f} samples/s"
-    print_line("step", f"{time_of(plan.step)}: {scaling}; {time_of(plan.run)} in all")
+    print_line("step", f"{time_of(plan.step)}: {scaling}; {time_of(plan.run)} for the whole run")
     print_line("data", f"{plan.rate / plan.nodes:.0f} samples/s for each node to read")
     total = size_of(sum(plan.memory.values()))
     parts = ", ".join(f"{name} {size_of(size)}" for name, size in plan.memory.items())
