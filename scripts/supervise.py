@@ -464,7 +464,7 @@ class Supervisor:
     def leave_out(self, node, why, given, attempt):
         """given: the names of all nodes that the launcher may use."""
         left_out = [*self.left_out, node]
-        remaining = choose_nodes(given, left_out, 0)
+        remaining = [other for other in given if other not in left_out]
         if self.wanted and len(remaining) >= self.wanted:
             self.bad_node = "replaced"
             what = f"{node} is left out: {why}; a spare node takes its place"

@@ -908,6 +908,15 @@ def test_hangs_that_follow_the_rank_to_the_spare_are_the_fault_of_the_script(tmp
     assert left_out(tmp_path) == [[], ["n2.site"], [], [], []]
 
 
+def test_the_last_node_is_not_left_out(tmp_path, supervise):
+    failures = [
+        {"cause": "configuration", "gpu": True, "host": host} for host in ("n1", "n2", "n3")
+    ]
+    code, text = launch(supervise, *failures, NNODES="1")
+    assert code == 2 and "WARNING: n3.site may be defective: its GPU check failed" in text, text
+    assert left_out(tmp_path) == [["n1.site"], ["n2.site"], []]
+
+
 def test_no_node_is_left_out_for_twenty_errors_of_the_script(supervisor):
     module, us = supervisor
     failures = [
