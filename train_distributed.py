@@ -1660,16 +1660,17 @@ def load_checkpoint(path: Path, file: io.BytesIO | None = None) -> dict:
 
 def load_on_all_ranks(world: World, path: Path) -> dict:
     """load_checkpoint(), but only rank 0 reads the file, and sends it to the others. Collective."""
+    if world.world_size == 1:
+        return load_checkpoint(path)
     file = io.BytesIO()
     size = on_rank_0(world, lambda: file.write(path.read_bytes()))
-    if world.world_size > 1:
-        if world.rank != 0:
-            file.write(bytes(size))
-        buffer = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        for chunk in buffer.split(2**28):  # 256 MB, because it passes through the GPU's memory
-            on_device = chunk.to(world.device)
-            dist.broadcast(on_device, src=0)
-            chunk.copy_(on_device)
+    if world.rank != 0:
+        file.write(bytes(size))
+    buffer = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    for chunk in buffer.split(2**28):  # 256 MB, because it passes through the GPU's memory
+        on_device = chunk.to(world.device)
+        dist.broadcast(on_device, src=0)
+        chunk.copy_(on_device)
     return load_checkpoint(path, file)
 
 
