@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from contestants import network
-from ranks import MALLOC, REPO, run_ranks
+from ranks import REPO, run_ranks
 
 MOST = 30  # epochs at most
 
@@ -71,7 +71,6 @@ def turn(name: str, seed: int, options) -> tuple[float, float]:
         if name == "ours":  # started as by the launchers
             words = [REPO / "scripts/guard.py", REPO / "train_distributed.py", f"--seed={seed}"]
             words += ["--config", REPO / "configs/mnist_fast.yaml", f"--checkpoint-dir={directory}"]
-            env |= MALLOC
         began = time.monotonic()
         output = run_ranks([*words, f"--data-dir={options.data_dir}"], 1, **env)[0]
         seconds = time.monotonic() - began

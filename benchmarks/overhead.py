@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 
-from ranks import MALLOC, REPO, repeated, run_ranks
+from ranks import REPO, repeated, run_ranks
 
 BLOCK = 20  # steps
 STEP = 0.015  # seconds
@@ -105,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank:
         return rank(options.turns, options.rank, options.options)
-    env = {} if options.gpu else MALLOC | {"CUDA_VISIBLE_DEVICES": ""}
+    env = {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
     guard = REPO / "scripts/guard.py"
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as directory:
