@@ -425,11 +425,15 @@ def list_gpus() -> tuple[str, dict[str, list[str]]]:
     return "", {}
 
 
+def is_first_attempt() -> bool:
+    """Whether scripts/supervise.py has not started this training before."""
+    return os.environ.get("ATTEMPT") in (None, "", "1")
+
+
 def start_gpu_check(world: dict[str, int]) -> subprocess.Popen | None:
     """Start scripts/check_gpu.py for the GPU of this rank, if there is one to check."""
     size = whole_number("GPU_CHECK", os.environ.get("GPU_CHECK") or "4096", 0, 65536)
-    is_first = os.environ.get("ATTEMPT") in (None, "", "1")
-    is_due = is_first or os.environ.get("NEW_NODES")
+    is_due = is_first_attempt() or os.environ.get("NEW_NODES")
     program = Path(__file__).with_name("check_gpu.py")
     if size == 0 or not is_due or not program.exists():
         return None

@@ -65,7 +65,7 @@ def main() -> None:
         check_master(args)
     if re.search(r"\bbf16\b", request) and not gpu_count:
         check_bf16()
-    if args.node_rank == 0 and is_first_attempt():
+    if args.node_rank == 0 and guard.is_first_attempt():
         check_storage(request)
     findings = checks.environment() + checks.shared_memory()
     if guard.has_gpu():
@@ -174,10 +174,6 @@ def check_connection(master: str, port: int, found: list[tuple]) -> None:
         refuse(f"cannot connect to master node at {address}:{port}: {why}: {remedy}", "node lost")
 
 
-def is_first_attempt() -> bool:
-    return os.environ.get("ATTEMPT") in (None, "", "1")
-
-
 def check_storage(request: str) -> None:
     """On node rank 0, where rank 0 writes the checkpoints."""
     directories = re.findall(r"\b(?:checkpoint|save)[-_]dir[=:\s]+(\S+)", request)
@@ -192,7 +188,7 @@ def check_storage(request: str) -> None:
 
 def check_gpus() -> list[checks.Finding]:
     """checks.gpus(). After a killed attempt, first wait for its GPU memory to be freed."""
-    patience = 0 if is_first_attempt() else MEMORY_SECONDS
+    patience = 0 if guard.is_first_attempt() else MEMORY_SECONDS
     deadline = time.monotonic() + patience
     is_logged = False
     while True:

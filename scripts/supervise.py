@@ -347,7 +347,6 @@ class Supervisor:
         self.crashes = 0  # in a row without progress
 
         self.find_nodes()
-        self.nodes_used = set()  # by earlier attempts
 
         # the search for lost nodes
         self.polled = 0.0  # time of the last poll
@@ -445,6 +444,7 @@ class Supervisor:
         self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
         self.nodes_at_first = choose_nodes(self.job_nodes, self.left_out, self.wanted)
         self.nodes = self.nodes_at_first  # of the next attempt
+        self.nodes_used = set()  # by earlier attempts
         self.evidence = Evidence(has_excluded_nodes())
         self.bad_node = ""  # see Facts
 
