@@ -78,7 +78,7 @@ PARTS = {
     "tests": Part(
         "Tests that need a GPU (fp16, bf16, NCCL)",
         200,
-        ["python -m pytest -q tests/test_options.py -k test_gpu"],
+        ["python -m pytest -q tests/test_gpu.py"],
         shown="passed|failed|skipped|^FAILED",
         needs="torchvision numpy PIL yaml pytest",
     ),
@@ -220,7 +220,7 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
             "batch": 4,
             "steps": 20,
             "convnet_steps": 20,
-            "rounds": 1,
+            "rounds": options.rounds or 1,
             "saves": 2,
             "turns": 4,
             "resnet_turns": 2,
@@ -244,7 +244,7 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
         "batch": 256,
         "steps": 60,
         "convnet_steps": 1000,
-        "rounds": 5,
+        "rounds": options.rounds or 5,
         "saves": 12,
         "turns": 300,
         "resnet_turns": 6,
@@ -414,6 +414,7 @@ def parse_options() -> argparse.Namespace:
     add("--only", nargs="+", choices=PARTS, metavar="PART", help="[all that are not measured yet]")
     add("--data-dir", default="data", help="directory with MNIST/raw, for mnist [data]")
     add("--output", type=Path, default=REPO / "runs/on_gpu.md", help="[runs/on_gpu.md]")
+    add("--rounds", type=int, help="turns of each contestant [5]")
     add("--minutes", type=float, default=20, help="after this time, the rest is skipped [20]")
     return parser.parse_args()
 

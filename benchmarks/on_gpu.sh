@@ -5,7 +5,7 @@
 # the rest: it goes on with the parts that the report lacks.
 # Exit code: 0 no part failed, 1 a part failed, 2 user error.
 #
-# Usage: benchmarks/on_gpu.sh [--cpu] [--only PART...] [--data-dir DIR] [--output FILE] [--minutes N]
+# Usage: benchmarks/on_gpu.sh [--cpu] [--only PART...] [--data-dir DIR] [--output FILE] [--rounds N] [--minutes N]
 #
 #   --cpu       rehearsal on the CPU with small sizes: shows that the parts run, not how fast
 #   --only      measure these parts again, in this order: doctor tests hang killed resume reproducible
@@ -14,6 +14,7 @@
 #               tf32 fp16 overhead mnist
 #   --data-dir  directory with MNIST/raw, for the part mnist [data]
 #   --output    Markdown file [runs/on_gpu.md]
+#   --rounds    turns of each contestant, of which the median is shown [5]
 #   --minutes   after this time, the remaining parts are left for the next call [20]
 #
 # It uses all GPUs, and the Python of scripts/site.sh. Relative paths start at the repository.

@@ -97,6 +97,12 @@ while True:
     time.sleep(1)
 """
 
+# The tests run on CPUs, also on a machine with GPUs. test_gpu.py makes its GPUs visible again.
+HAS_NVIDIA_DRIVER = Path("/dev/nvidiactl").exists()
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+if HAS_NVIDIA_DRIVER:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 context = multiprocessing.get_context("forkserver")
 
 

@@ -1,4 +1,4 @@
-"""Every option does what it says, in real processes (gloo). GPU tests need a GPU."""
+"""Every option does what it says, in real processes (gloo)."""
 
 import subprocess
 import sys
@@ -6,13 +6,9 @@ import sys
 import pytest
 import torch
 import yaml
-from harness import REPO, assert_same_state, launch, run_ranks, train
+from harness import REPO, assert_same_state, launch, train
 
 import train_distributed
-
-gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA GPU: fp16 and NCCL cannot run here"
-)
 
 
 @pytest.fixture(scope="module")
@@ -370,48 +366,6 @@ def test_resuming_from_an_older_checkpoint_of_the_run_is_refused(tmp_path, tiny,
         assert "checkpoint_epoch_2.pt is in the way" in refused.err[0]
     (run / "checkpoint_epoch_2.pt").unlink()
     assert "at step 26" in train(run, 1, *tiny, "--epochs=2", f"--resume={older}").out[0]
-
-
-@gpu
-@pytest.mark.parametrize("options", [["--amp=fp16"], ["--amp=bf16"], ["--deterministic"]])
-def test_gpu_trains_and_resumes(tmp_path, tiny, options):
-    assert_trains_and_resumes_bitwise(tmp_path, 1, *tiny, "--epochs=1", "--deterministic", *options)
-
-
-# A single rank has neither a process group nor DDP, unless this adds them.
-WITH_NCCL = """if True:
-    import torch.distributed as dist, train_distributed as trainer
-
-    def setup_distributed(cfg, inner=trainer.setup_distributed):
-        world = inner(cfg)
-        dist.init_process_group("nccl", device_id=world.device)
-        return world
-
-    def open_run(task, cfg, world, inner=trainer.open_run):
-        run = inner(task, cfg, world)
-        trainer.wrap_ddp(run)
-        return run
-
-    def all_reduce(self, world, flags=(), inner=trainer.ExactSums.all_reduce):
-        dist.all_reduce(self.digits)
-        return inner(self, world, flags)
-
-    trainer.setup_distributed, trainer.open_run = setup_distributed, open_run
-    trainer.ExactSums.all_reduce = all_reduce
-"""
-
-
-@gpu
-def test_gpu_one_rank_with_ddp_over_nccl_ends_with_the_weights_of_a_plain_process(tmp_path, tiny):
-    options = [*tiny, "--epochs=1", "--deterministic"]
-    plain = train(tmp_path / "plain", 1, *options)
-    run = tmp_path / "nccl"
-    command = [REPO / "train_distributed.py", f"--checkpoint-dir={run}", *options]
-    launched = run_ranks(1, *command, before=WITH_NCCL, directory=run)
-    assert launched.codes == [0], launched.err[0]
-    end = "checkpoint_epoch_1"
-    assert_same_state(launched.checkpoint(end), plain.checkpoint(end))
-    assert launched.records("epoch")[0]["test_loss"] == plain.records("epoch")[0]["test_loss"]
 
 
 def test_a_required_option_may_be_in_the_config_file(tmp_path):
