@@ -24,9 +24,7 @@ import ctypes
 import hashlib
 import json
 import os
-import re
 import signal
-import subprocess
 import time
 from collections import Counter
 from typing import NamedTuple
@@ -38,9 +36,6 @@ MIN_SAMPLES = 3
 SAMPLE_SECONDS = 2  # no further sample after this time
 PRODUCTS = 10  # in a sample: the host waits only once for all of them
 REMEDY = "leave out that node, and tell the administrators (or set GPU_CHECK=0 to launch anyway)"
-HEALTHY = ("0", "None", "N/A", "[N/A]", "")  # values of nvidia-smi
-LOST = re.compile(r"GPU is lost|requires reset|Unknown Error|No devices were found", re.I)
-SMI_SECONDS = 10
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 
 
@@ -125,34 +120,6 @@ def digest(tensor) -> str:
     on_cpu = tensor.cpu()
     content = (ctypes.c_char * on_cpu.nbytes).from_address(on_cpu.data_ptr())
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-# ------------------------------------------------------------------------- after an error of a rank
-
-
-def ask_driver(gpu: str) -> str:
-    """What nvidia-smi says is wrong with a GPU (its UUID); "" if nothing, or if it cannot tell.
-
-    After Xid 79 ("fallen off the bus") it no longer finds the GPU. Older versions do not know
-    gpu_recovery_action, which is what NVIDIA recommends after other Xid errors.
-    """
-    fields = {
-        "ecc.errors.uncorrected.volatile.total": "{} uncorrected memory errors",
-        "gpu_recovery_action": "recovery action: {}",
-    }
-    for field, text in fields.items():
-        command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}"]
-        command.append("--format=csv,noheader,nounits")
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        output = " ".join((result.stdout + result.stderr).split())
-        if LOST.search(output):
-            return output
-        if result.returncode == 0 and output not in HEALTHY:
-            return text.format(output)
-    return ""
 
 
 # ------------------------------------------------------------------------------- on rank 0, of all

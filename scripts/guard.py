@@ -73,6 +73,8 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
     re.I,
 )
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
+LOST_GPU = re.compile("GPU is lost|requires reset|Unknown Error|No devices were found", re.I)
+HEALTHY_VALUES = ("0", "None", "N/A", "[N/A]", "")  # of nvidia-smi
 MAX_RANKS = 1_000_000
 GPU_SECONDS = 60  # to wait for scripts/check_gpu.py
 NVIDIA_SMI = "nvidia-smi -L"
@@ -1777,13 +1779,36 @@ def report_gpu(rank: int, gpu: str) -> None:
     """
     if not gpu.startswith("GPU-"):  # none, unknown, or a MIG device
         return
-    import check_gpu
-
-    fault = check_gpu.ask_driver(gpu)
+    fault = ask_driver(gpu)
     if fault:
         text = f"{gpu} of {HOST} has failed (nvidia-smi: {fault})"
         print(f"guard.py: {text}", file=sys.stderr, flush=True)
         write_event("gpu_check_failed", text, ranks=[rank], host=HOST, gpu=gpu)
+
+
+def ask_driver(gpu: str) -> str:
+    """What nvidia-smi says is wrong with a GPU (its UUID); "" if nothing, or if it cannot tell.
+
+    After Xid 79 ("fallen off the bus") it no longer finds the GPU. Older versions do not know
+    gpu_recovery_action, which is what NVIDIA recommends after other Xid errors.
+    """
+    fields = {
+        "ecc.errors.uncorrected.volatile.total": "{} uncorrected memory errors",
+        "gpu_recovery_action": "recovery action: {}",
+    }
+    for field, text in fields.items():
+        command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}"]
+        command.append("--format=csv,noheader,nounits")
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        output = " ".join((result.stdout + result.stderr).split())
+        if LOST_GPU.search(output):
+            return output
+        if result.returncode == 0 and output not in HEALTHY_VALUES:
+            return text.format(output)
+    return ""
 
 
 def has_lost_rank(error: BaseException) -> bool:
