@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast the trainer's loader reads JPEG files, compared with bare decoding on the same cores.
+"""How fast the trainer's loader reads JPEG files, compared with decoding alone on the same cores.
 
     python benchmarks/loader.py                         # creates its own files; one to five minutes
     python benchmarks/loader.py --data-dir imagenet --files 5000 --workers 8 16 32
@@ -91,7 +91,7 @@ def decode_all(function, paths: list[str], ready, go) -> None:
         function(path)
 
 
-def bare(function, paths: list[str]) -> float:
+def alone(function, paths: list[str]) -> float:
     """Images per second of CORES processes that only decode."""
     ready = FORK.Semaphore(0)
     go = FORK.Event()
@@ -145,10 +145,10 @@ def compare(options, directory: Path) -> None:
     def decode(path: str) -> torch.Tensor:
         return dataset.transform(dataset.loader(path))
 
-    ways = {"bare decoding, the limit": lambda: bare(decode, paths)}
+    ways = {"decoding alone, the limit": lambda: alone(decode, paths)}
     for workers in options.workers:
         ways[f"ours, {workers} workers"] = Loader(cfg, dataset, len(paths), workers)
-    ways["bare, files of 256 pixels"] = lambda: bare(decode, smaller)
+    ways["alone, files of 256 pixels"] = lambda: alone(decode, smaller)
     kilobytes = statistics.mean(os.path.getsize(path) for path in paths) / 1e3
     print(f"{CORES} cores, {len(paths)} files of {kilobytes:.0f} kB")
     speeds: dict[str, list[float]] = {name: [] for name in ways}

@@ -100,6 +100,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent proc
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
+SSH_FAILED = 255  # exit code of ssh and of launch.py
 EVENT_SECONDS = 1  # between two looks at EVENTS_FILE
 EVENT_BYTES = 16384  # longer lines of EVENTS_FILE are ignored
 MAX_EVENTS = 100  # of an attempt; the rest is ignored
@@ -614,7 +615,8 @@ class Supervisor:
             asked = ", ".join(self.signal_names())
 
         # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
-        orphaned = code in (-9, 137) and not self.signals
+        # If ssh has lost the connection to a host, node.py does so there.
+        orphaned = code in (-9, 137, SSH_FAILED) and not self.signals
         state = status.get("state")
         if state in ("finished", "stopped") and not orphaned:
             reason = status.get("reason", "")
@@ -1052,6 +1054,8 @@ def cause_of_exit_code(code):
         return "killed", "killed (SIGKILL); out of memory? (see dmesg)"
     if number == signal.SIGABRT:
         return "exception", "aborted (SIGABRT), as by NCCL's watchdog: see the errors above"
+    if code == SSH_FAILED:
+        return "killed", "exit code 255, as of ssh when a connection is lost: see the errors above"
     remedy = "see the errors above; if there are none, see dmesg"
     return "killed", f"exit code {code} and no error report: {remedy}"
 

@@ -58,9 +58,9 @@ def test_speed_compares_with_another_checkout(tmp_path):
 
 
 @pytest.mark.long
-def test_loader_is_compared_with_bare_decoding(tmp_path):
+def test_loader_is_compared_with_decoding_alone(tmp_path):
     out = run(tmp_path, "loader.py", *"--files 128 --rounds 1 --workers 0 1".split())
-    assert re.search(r"^\| bare decoding, the limit \| \d+ \| 1\.000 ", out, re.M), out
+    assert re.search(r"^\| decoding alone, the limit \| \d+ \| 1\.000 ", out, re.M), out
     assert re.search(r"^\| ours, 1 workers \| \d+ \| \d\.\d{3} ", out, re.M), out
 
 
@@ -249,7 +249,7 @@ def test_on_gpu_measures_every_part(tmp_path):
     left = re.findall(r"^\| ([^|]+) \| (?!measured in \d+ s \|$)", report, re.M)
     not_here = [row for row in left if "4 rank(s)" in row or "8 rank(s)" in row]
     assert len(not_here) == 2 and len(left) == 3, report  # and the tests that need a GPU
-    assert "\n\n| ranks | interpreter |" in report and "| bare decoding, the limit | " in report
+    assert "\n\n| ranks | interpreter |" in report and "| decoding alone, the limit | " in report
     assert re.search(
         r"^\| cuda_graphs \|( [\d.() to]+ \|){2} [\d.]+ s \| \d+ MB \| [\d.]+ % \|$", report, re.M
     )

@@ -224,17 +224,18 @@ if [[ "$ATTEMPT" == 1 ]]; then
   until [[ "$(wc -l <"$METRICS")" -gt 2 ]] 2>/dev/null; do sleep 0.1; done
   kill -TERM $!  # as its kernel does when its launcher dies
   wait
-  kill -KILL $$
+  END
 fi
 wait
 """
 
 
-def test_a_training_that_stopped_because_its_launcher_was_killed_is_resumed(
-    tmp_path, tiny, supervise
+@pytest.mark.parametrize("end", ["kill -KILL $$", "exit 255"], ids=["killed", "connection lost"])
+def test_a_training_that_stopped_because_its_launcher_failed_is_resumed(
+    tmp_path, tiny, supervise, end
 ):
     run, launcher = tmp_path / "run", tmp_path / "launcher.sh"
-    launcher.write_text(ORPHANED)
+    launcher.write_text(ORPHANED.replace("END", end))
     command = ["bash", launcher, *TRAIN, *tiny, f"--checkpoint-dir={run}"]
     code, text = supervise(*command, METRICS=str(run / "metrics.jsonl"))
     assert code == 0 and causes(run) == ["killed", "stopped"], text

@@ -2,7 +2,6 @@
 random moment: as in faults/test_processes.py. With --long, each case runs 20 times.
 """
 
-import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,10 +15,10 @@ from hosts import HERE
 # What attempts.jsonl may say of the disturbed attempt. "finished": it did not matter.
 CAUSES = {
     ("supervisor", "SIGKILL"): {"killed"},
-    ("launcher", "SIGKILL"): {"killed", "stopped"},
-    ("connect", "SIGKILL"): {"killed", "stopped", "node lost"},
-    ("ssh", "SIGKILL"): {"killed", "stopped", "node lost"},
-    ("sshd", "SIGKILL"): {"killed", "stopped", "node lost"},
+    ("launcher", "SIGKILL"): {"killed"},
+    ("connect", "SIGKILL"): {"killed"},
+    ("ssh", "SIGKILL"): {"killed"},
+    ("sshd", "SIGKILL"): {"killed"},
     ("node.py", "SIGKILL"): {"killed"},
     ("reaper", "SIGKILL"): {"finished"},
     ("script", "SIGKILL"): {"killed"},
@@ -54,13 +53,16 @@ def kind_of(host: str, pid: int, line: str) -> str:
     if line.startswith("sshd"):
         return "sshd"
     if "ssh/node.py" in line:
-        return "reaper" if os.getsid(pid) == pid else "node.py"
+        return "reaper" if "node.py" in line_of(parent_of(pid)) else "node.py"
     if "torch.distributed.run" in line:
         return "agent"
     if "guard.py" in line:
-        parent = Path(f"/proc/{parent_of(pid)}/cmdline").read_bytes().decode()
-        return "worker" if is_rank(parent) else "rank"
+        return "worker" if is_rank(line_of(parent_of(pid))) else "rank"
     return "script" if "cluster_train.sh" in line else ""
+
+
+def line_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
 
 
 class SshTraining(Training):
