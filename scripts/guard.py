@@ -30,7 +30,7 @@ Environment:
     NUMA_BINDING  0: do not bind a rank to the cores near its GPU            [1]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
-    EVENTS_FILE   where rank 0 adds a line {time, event, text, ...} for a slow rank and
+    EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, and
                   for a GPU that has failed                                  []
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 """
@@ -72,6 +72,9 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
     "was aborted",
     re.I,
 )
+GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
+LOST_GPU = re.compile("GPU is lost|requires reset|Unknown Error|No devices were found", re.I)
+HEALTHY_VALUES = ("0", "None", "N/A", "[N/A]", "")  # of nvidia-smi
 MAX_RANKS = 1_000_000
 GPU_SECONDS = 60  # to wait for scripts/check_gpu.py
 NVIDIA_SMI = "nvidia-smi -L"
@@ -542,7 +545,7 @@ def share_infos(store, infos: list[dict]) -> None:
         shared = {}
         for rank in [*for_all, *own]:
             info = infos[rank]
-            names = ("host", "pid", "started", "address", "clock")
+            names = ("host", "pid", "started", "address", "clock", "gpu")
             shared[rank] = {name: info[name] for name in names}
         store.set(f"host {host}", json.dumps(shared))
 
@@ -1759,12 +1762,53 @@ def report_error(
         return
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
+    if watch and GPU_ERROR.search(reason):
+        report_gpu(rank, watch.infos[rank].get("gpu", ""))
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:  # torchrun prints its content at the end
         facts = {"py_callstack": reason, "timestamp": str(int(time.time()))}
         content = {"message": {"message": reason, "extraInfo": facts}}
         with suppress(OSError):
             Path(file).write_text(json.dumps(content))
+
+
+def report_gpu(rank: int, gpu: str) -> None:
+    """If the driver says that the GPU has failed, tell scripts/supervise.py: evidence against HOST.
+
+    The error alone is no evidence: most CUDA errors are the script's own fault.
+    """
+    if not gpu.startswith("GPU-"):  # none, unknown, or a MIG device
+        return
+    fault = ask_driver(gpu)
+    if fault:
+        text = f"{gpu} of {HOST} has failed (nvidia-smi: {fault})"
+        print(f"guard.py: {text}", file=sys.stderr, flush=True)
+        write_event("gpu_check_failed", text, ranks=[rank], host=HOST, gpu=gpu)
+
+
+def ask_driver(gpu: str) -> str:
+    """What nvidia-smi says is wrong with a GPU (its UUID); "" if nothing, or if it cannot tell.
+
+    After Xid 79 ("fallen off the bus") it no longer finds the GPU. Older versions do not know
+    gpu_recovery_action, which is what NVIDIA recommends after other Xid errors.
+    """
+    fields = {
+        "ecc.errors.uncorrected.volatile.total": "{} uncorrected memory errors",
+        "gpu_recovery_action": "recovery action: {}",
+    }
+    for field, text in fields.items():
+        command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}"]
+        command.append("--format=csv,noheader,nounits")
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        output = " ".join((result.stdout + result.stderr).split())
+        if LOST_GPU.search(output):
+            return output
+        if result.returncode == 0 and output not in HEALTHY_VALUES:
+            return text.format(output)
+    return ""
 
 
 def has_lost_rank(error: BaseException) -> bool:

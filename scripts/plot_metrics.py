@@ -7,7 +7,8 @@
 A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
 metrics.jsonl. Dots: the test set after each epoch. A loss has a logarithmic scale if it is always
 positive; shares whose name ends in "accuracy" are in percent. If scripts/supervise.py has kept the
-run going, a bar below shows when each attempt ran, and how it ended.
+run going, a bar below shows when each attempt ran, and how it ended. The numbers in the bars are
+numbers of ranks, if they differ.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 NOT_METRICS = re.compile(r"kind|step|time|epoch|lr(_\d+)?|samples_per_second|evaluation_seconds")
 COLUMNS = 3  # panels side by side at most
+MAX_RANKS = 10**6
 NEVER = 10**11  # seconds since 1970: no attempt ends later
 # Colors of how an attempt ended.
 GOOD_ENDS = {"finished": "tab:green", "stopped": "tab:olive", "ended": "tab:gray"}
@@ -104,6 +106,7 @@ class Attempt(NamedTuple):
     start: float  # seconds since 1970
     end: float
     cause: str
+    ranks: int  # 0: unknown
 
 
 def read_attempts(directory: Path) -> list[Attempt]:
@@ -115,8 +118,11 @@ def read_attempts(directory: Path) -> list[Attempt]:
         start, end, cause = (record.get(name) for name in ("start", "end", "cause"))
         if not is_number(start) or not is_number(end) or not 0 <= start <= end < NEVER:
             continue  # it is still running, or is not ours
+        ranks = record.get("world_size")
+        if not isinstance(ranks, int) or not 0 < ranks < MAX_RANKS:
+            ranks = 0
         if isinstance(cause, str) and re.fullmatch("[A-Za-z ]{1,30}", cause):
-            attempts.append(Attempt(start, end, cause))
+            attempts.append(Attempt(start, end, cause, ranks))
     return sorted(attempts)
 
 
@@ -219,6 +225,7 @@ def draw_attempts(axes, runs: list[Run], has_names: bool) -> None:
     colors = {}  # of the causes that have been drawn
     for row, run in enumerate(runs):
         first = run.attempts[0].start
+        sizes = {attempt.ranks for attempt in run.attempts} - {0}
         for attempt in run.attempts:
             is_new = attempt.cause not in colors
             if is_new:
@@ -229,6 +236,8 @@ def draw_attempts(axes, runs: list[Run], has_names: bool) -> None:
             bar = axes.barh(row, width, left=left, color=color, edgecolor="black", lw=0.5)
             if is_new:
                 bar.set_label(attempt.cause)
+            if attempt.ranks and len(sizes) > 1:
+                axes.bar_label(bar, [attempt.ranks], label_type="center", fontsize="small")
     axes.set_title("Attempts", loc="left")
     axes.set_xlabel(unit)
     axes.set_yticks([])

@@ -140,10 +140,11 @@ def main():
         os.environ["ATTEMPT"] = "1"
         os.execvp(command[0], command)
     logs = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs")
-    directory = (logs / f"supervise_{job_name()}").resolve()
+    job, claim = claim_job()
+    directory = (logs / f"supervise_{job}").resolve()
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="supervise-") as local:
-        supervisor = Supervisor(command, directory, Path(local), stop_seconds, max_duration)
+    with claim, tempfile.TemporaryDirectory(prefix="supervise-") as local:
+        supervisor = Supervisor(job, command, directory, Path(local), stop_seconds, max_duration)
         try:
             return supervisor.keep_alive(max_restarts, stopped_code)
         finally:
@@ -320,7 +321,8 @@ def report_crash(attempt, decision, facts):
 class Supervisor:
     """Runs COMMAND as often as needed."""
 
-    def __init__(self, command, directory, local, stop_seconds, max_duration):
+    def __init__(self, job, command, directory, local, stop_seconds, max_duration):
+        self.job = job  # its name
         self.command = command
         self.directory = directory  # for files that the training writes; all nodes see it
         self.stop_file = local / "STOP"  # on a local disk: a network file system may lag
@@ -411,7 +413,7 @@ class Supervisor:
 
     def alert(self, event, text, facts):
         """Run ON_EVENT."""
-        record = {"time": time.time(), "job": job_name(), "run_dir": self.run_dir or ""}
+        record = {"time": time.time(), "job": self.job, "run_dir": self.run_dir or ""}
         record.update(facts)
         record.update(event=event, text=text)
         record.pop("events", None)  # each of them has been an event of its own
@@ -588,7 +590,7 @@ class Supervisor:
         env = dict(os.environ)
         number = 1000 * requeues_of_job() + self.count
         env["ATTEMPT"] = str(self.count)
-        env["ATTEMPT_ID"] = f"{job_name()}.{number}"
+        env["ATTEMPT_ID"] = f"{self.job}.{number}"
         env["STOP_FILE"] = str(self.stop_file)
         env["STATUS_FILE"] = str(self.status_file)
         env["FAILURE_FILE"] = str(self.failure_file)
@@ -1254,9 +1256,22 @@ def reap(process):
 # --------------------------------------------------------------- the job, of Slurm, PBS or neither
 
 
-def job_name():
+def claim_job():
+    """(name of the job, a socket that claims this name until this process ends).
+
+    A second supervisor in the same job gets a name of its own. Otherwise, its attempts could take
+    over the run directory of the first one.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    own_name = f"{HOST}-{os.getpid()}"
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
-    return job or f"{HOST}-{os.getpid()}"
+    if not job:
+        return own_name, claim
+    try:
+        claim.bind(f"\0supervise.py of {os.getuid()}, job {job}")  # \0: not a file
+    except OSError:  # in use
+        return f"{job}-{own_name}", claim
+    return job, claim
 
 
 def end_of_job():

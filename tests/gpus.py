@@ -45,6 +45,7 @@ def gpu(index: int, **more) -> dict:
         "memory.total": "143771",
         "memory.used": "0",
         "ecc.errors.uncorrected.volatile.total": "0",
+        "gpu_recovery_action": "None",
         "power.limit": "700.00",
         "power.default_limit": "700.00",
         "pci.bus_id": f"00000000:{16 * index:02X}:00.0",

@@ -3,6 +3,7 @@
 accelerator/test_faulty_gpus.py has results of simulated GPUs.
 """
 
+import json
 import subprocess
 
 import pytest
@@ -130,3 +131,48 @@ def test_if_pytorch_finds_no_gpu_the_training_starts(tmp_path):
     env = {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1"}
     run = run_ranks(2, REPO / "scripts/guard.py", script, env=lambda rank: env)
     assert run.codes == [0, 0] and run.err == ["", ""]
+
+
+CUDA_ERROR = "CUDA error: uncorrectable ECC error encountered"
+ECC = {"ecc.errors.uncorrected.volatile.total": "2"}
+XID_79 = "Unable to determine the device handle for GPU0: 0000:3B:00.0: Unknown Error"
+OLD_DRIVER = {"ecc.errors.uncorrected.volatile.total": "[N/A]", "gpu_recovery_action": "[N/A]"}
+
+
+@pytest.mark.parametrize(
+    ("error", "facts", "fails", "fault"),
+    [
+        (CUDA_ERROR, ECC, "", "2 uncorrected memory errors"),
+        (CUDA_ERROR, {"gpu_recovery_action": "Reset"}, "", "recovery action: Reset"),
+        (CUDA_ERROR, {}, XID_79, XID_79),
+        (CUDA_ERROR, {}, "", ""),  # the script's own fault
+        (CUDA_ERROR, OLD_DRIVER, "", ""),
+        ("index 7 is out of bounds", ECC, "", ""),
+    ],
+)
+def test_after_a_cuda_error_a_fault_of_the_gpu_is_reported(tmp_path, error, facts, fails, fault):
+    """nvidia-smi is a stand-in; it fails only once the script runs."""
+    path = nvidia_smi(tmp_path, 2)
+    events = tmp_path / "events"
+    state = tmp_path / "bin/nvidia-smi.json"
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import json, os
+if os.environ["RANK"] == "1":
+    state = json.load(open({str(state)!r}))
+    state["gpus"][1].update({facts!r})
+    state["fails"] = {fails!r}
+    json.dump(state, open({str(state)!r}, "w"))
+    raise RuntimeError({error!r})
+""")
+    env = {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EVENTS_FILE": events}
+    run = run_ranks(2, REPO / "scripts/guard.py", script, env=lambda rank: env)
+    assert run.codes[1] == 1
+    assert ("has failed" in run.err[1]) == bool(fault), run.err[1]
+    if fault:
+        event = json.loads(events.read_text())  # one line
+        assert event["event"] == "gpu_check_failed" and event["host"] == guard.HOST
+        assert event["ranks"] == [1] and event["gpu"] == "GPU-1"
+        assert event["text"] == f"GPU-1 of {guard.HOST} has failed (nvidia-smi: {fault})"
+    else:
+        assert not events.exists()

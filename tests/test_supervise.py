@@ -240,18 +240,22 @@ def test_a_training_that_stopped_because_its_launcher_was_killed_is_resumed(
     assert code == 0 and causes(run) == ["killed", "stopped"], text
 
 
+CRASH_FIRST = 'if [[ "$ATTEMPT" == 1 ]]; then exit 1; fi; exec "$@"'  # its next attempt is newer
+
+
 @pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "7"}], ids=["no job", "in one job"])
+@pytest.mark.parametrize("before", [[], ["bash", "-c", CRASH_FIRST, "bash"]])
 def test_a_second_supervisor_leaves_the_run_of_the_first_alone(
-    tmp_path, tiny, start, supervise, job
+    tmp_path, tiny, start, supervise, job, before
 ):
     run = tmp_path / "run"
     command = [*TRAIN, *tiny, f"--checkpoint-dir={run}", FOREVER]
     first = start(*command, **job)
     wait_until((run / "attempts.jsonl").exists, "no attempt log")
-    before = (run / "attempts.jsonl").read_text()
-    code, text = supervise(*command, **job)
+    log_before = (run / "attempts.jsonl").read_text()
+    code, text = supervise(*before, *command, **job)
     assert code == 2 and "is in use by" in text and "a restart would not help" in text
-    assert (run / "attempts.jsonl").read_text() == before
+    assert (run / "attempts.jsonl").read_text() == log_before
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=60)
     assert first.returncode == 0 and causes(run) == ["stopped"]
@@ -598,7 +602,7 @@ def test_each_second_is_counted_once(text):
 
 def test_evaluations_of_earlier_attempts_are_not_counted_again(tmp_path):
     module = load(SUPERVISE)
-    us = module.Supervisor([], tmp_path, tmp_path, 1, float("inf"))
+    us = module.Supervisor("7", [], tmp_path, tmp_path, 1, float("inf"))
     us.run_dir = str(tmp_path)
     epoch = {"kind": "epoch", "step": 5, "time": 90.0, "evaluation_seconds": 3.0}
     records = [epoch, epoch | {"time": 110.0}, epoch | {"time": 120.0, "evaluation_seconds": 2.0}]
@@ -639,7 +643,7 @@ def supervisor(monkeypatch, tmp_path):
     module = load(SUPERVISE)
     monkeypatch.setattr(module, "nodes_of_job", lambda: ["n1", "n2"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return module, module.Supervisor(["true"], tmp_path, tmp_path, 1, 1e9)
+    return module, module.Supervisor("7", ["true"], tmp_path, tmp_path, 1, 1e9)
 
 
 def test_a_user_error_remains_one_even_if_a_node_does_not_respond(supervisor, monkeypatch):

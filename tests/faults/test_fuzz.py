@@ -235,7 +235,7 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
     (run / "failure").write_text(failure)
 
     def end_of_an_attempt():
-        supervisor = supervise.Supervisor(["true"], run, tmp_path, 300, float("inf"))
+        supervisor = supervise.Supervisor("7", ["true"], run, tmp_path, 300, float("inf"))
         found = supervise.read_status(run / "status")
         supervisor.run_dir = str(run)
         cause, reason = supervisor.cause(code, found, supervise.read_failure(run / "failure"))
