@@ -282,7 +282,10 @@ def shared_memory() -> list[Finding]:
 
 
 def limits():
-    needed = [("open files", resource.RLIMIT_NOFILE, 1024, "ulimit -n 65536")]
+    needed = [
+        ("open files", resource.RLIMIT_NOFILE, 1024, "ulimit -n 65536"),
+        ("processes", resource.RLIMIT_NPROC, 1024, "ulimit -u 65536"),  # and threads
+    ]
     if os.path.isdir("/dev/infiniband"):
         needed += [("locked memory", resource.RLIMIT_MEMLOCK, GIB, "ulimit -l unlimited")]
     for name, limit, least, command in needed:

@@ -66,7 +66,10 @@ PARTS = {
     ],
     "guard.py": ["does not answer", "has ended", "is …, … steps done", "at collective … (…)"],
     "supervise.py": ["its GPU check failed", "a rank on it did not answer in … hangs"],
-    "checks.py": ["open files", "locked memory", "ulimit -n 65536", "ulimit -l unlimited"],
+    "checks.py": [
+        *("open files", "processes", "locked memory"),
+        *("ulimit -n 65536", "ulimit -u 65536", "ulimit -l unlimited"),
+    ],
     "doctor.py": ["on … was last seen …", "another program answers there", "the port is in use"],
 }
 COMMANDS = {"qsub …"}  # returned by qsub_command(): not a message
