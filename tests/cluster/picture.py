@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from harness import REPO  # noqa: E402
 from hosts import Cluster, Process  # noqa: E402
 
-EPOCHS = 8
+EPOCHS = 6
 OPTIONS = ["--reproducible", f"--epochs={EPOCHS}", "--global-batch-size=64", "--batch-size=16"]
 OPTIONS += ["--checkpoint-every-steps=20", "--log-every-steps=5"]
 NODES = ["node01", "node02", "node03", "node04", "node05"]
@@ -89,6 +89,10 @@ class Disturbed:
             os.kill(process.pid, signal.SIGSTOP)
         self.wait_for(lambda: self.attempts() > before, f"a hang because of {host}")
 
+    def wait_for_end(self) -> None:
+        listing = ("squeue", "--noheader", f"--jobs={self.job}")
+        self.wait_for(lambda: not self.slurm(*listing).strip(), "the end of the job")
+
     def is_pending(self) -> bool:
         soon = f"JobId={self.job}", "StartTime=now+3"  # instead of two minutes
         return self.cluster.on("login", "scontrol", "update", *soon)[0] == 0
@@ -108,10 +112,9 @@ def disturb(cluster: Cluster, run: Path) -> None:
     training.stop_rank_on("node02")
     training.wait_for_steps(80)
     training.slurm("scancel", training.job)
-    gone = ("squeue", "--noheader", f"--jobs={training.job}")
-    training.wait_for(lambda: not training.slurm(*gone).strip(), "the end of the job")
+    training.wait_for_end()
     training.submit("--nodes=2")
-    training.wait_for(lambda: "Finished at step" in training.output(), "the end")
+    training.wait_for_end()
     print(training.output())
 
 
