@@ -614,12 +614,13 @@ class Supervisor:
         if self.signals:
             asked = ", ".join(self.signal_names())
 
+        state = status.get("state")
+        reason = status.get("reason", "")
         # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
         # If ssh has lost the connection to a host, node.py does so there.
-        orphaned = code in (-9, 137, SSH_FAILED) and not self.signals
-        state = status.get("state")
+        launcher_failed = code in (-9, 137, SSH_FAILED) and not self.signals
+        orphaned = launcher_failed and state == "stopped" and reason == "SIGTERM"
         if state in ("finished", "stopped") and not orphaned:
-            reason = status.get("reason", "")
             if reason == "STOP file" and self.stopping_since:  # our own file
                 reason = asked
             return state, reason

@@ -8,6 +8,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
+from disturbed import Training  # noqa: E402
 from harness import BF16_PRODUCT, LONG, bf16_settings, write_images, write_mnist  # noqa: E402
 
 # faults/test_safeguards.py disables a safeguard: here, and in preload.py for the ranks.
@@ -65,6 +66,14 @@ def tiny(tmp_path_factory) -> list[str]:
 def images(tmp_path_factory):
     """A --data-dir for --dataset imagefolder."""
     return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory, images) -> dict:
+    """The final weights of a training of disturbed.py that nothing happens to."""
+    training = Training(tmp_path_factory.mktemp("undisturbed"), images)
+    assert training.start().wait(timeout=300) == 0, training.log.read_text()[-2000:]
+    return training.weights()
 
 
 @pytest.fixture

@@ -26,13 +26,16 @@ STOPPED_SECONDS = 4  # as after Ctrl-Z and `fg`
 class Training:
     """A supervised training on two ranks."""
 
+    cwd = REPO
+
     def __init__(self, directory: Path, images: Path):
         self.run = directory / "run"
         self.log = directory / "log"
-        self.command = [REPO / "scripts/supervise.py", REPO / "scripts/ssh/launch_singlenode.sh"]
-        self.command += [REPO / "configs/default_config.yaml", "2", *OPTIONS]
-        self.command += ["--dataset=imagefolder", f"--data-dir={images}"]
-        self.command += [f"--checkpoint-dir={self.run}"]
+        launcher = REPO / "scripts/ssh/launch_singlenode.sh"
+        self.command = [REPO / "scripts/supervise.py", launcher]
+        self.command += [REPO / "configs/default_config.yaml", "2"]
+        self.options = [*OPTIONS, "--dataset=imagefolder", f"--data-dir={images}"]
+        self.options.append(f"--checkpoint-dir={self.run}")
         self.env = os.environ | {
             "RUN_OF_TEST": str(self.run),
             "PYTHON": sys.executable,
@@ -43,8 +46,9 @@ class Training:
 
     def start(self) -> subprocess.Popen:
         streams = dict.fromkeys(("stdout", "stderr"), self.log.open("a"))
+        command = [*self.command, *self.options]
         return subprocess.Popen(
-            self.command, env=self.env, cwd=REPO, start_new_session=True, **streams
+            command, env=self.env, cwd=self.cwd, start_new_session=True, **streams
         )
 
     def members(self) -> dict[str, list[int]]:

@@ -2,13 +2,11 @@
 random moment: as in faults/test_processes.py. With --long, each case runs 20 times.
 """
 
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from disturbed import HANG_TIMEOUT, OPTIONS, REPEATS, Training, assert_same_weights, disturb
+from disturbed import REPEATS, Training, assert_same_weights, disturb
 from harness import is_rank, parent_of
 from hosts import HERE
 
@@ -71,24 +69,11 @@ class SshTraining(Training):
     def __init__(self, directory: Path, images: Path, cluster, repo: Path):
         super().__init__(directory, images)
         self.cluster = cluster
-        self.repo = repo
-        launcher = ["scripts/ssh/launch_torchrun_auto.sh", "configs/default_config.yaml", "1"]
-        self.command = ["scripts/supervise.py", *launcher, "node01", "node02", *OPTIONS]
-        self.command += ["--dataset=imagefolder", f"--data-dir={images}"]
-        self.command += [f"--checkpoint-dir={self.run}"]
-        self.env = cluster.env | {
-            "PYTHON": sys.executable,
-            "LOG_DIR": str(directory / "logs"),
-            "OMP_NUM_THREADS": "1",
-            "HANG_TIMEOUT": str(HANG_TIMEOUT),
-        }
-
-    def start(self) -> subprocess.Popen:
-        streams = dict.fromkeys(("stdout", "stderr"), self.log.open("a"))
-        command = [HERE / "on.sh", "login", *self.command]
-        return subprocess.Popen(
-            command, env=self.env, cwd=self.repo, start_new_session=True, **streams
-        )
+        self.cwd = repo
+        self.command = [HERE / "on.sh", "login", "scripts/supervise.py"]
+        self.command += ["scripts/ssh/launch_torchrun_auto.sh", "configs/default_config.yaml", "1"]
+        self.command += ["node01", "node02"]
+        self.env = {**self.env, **cluster.env}
 
     def members(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -97,13 +82,6 @@ class SshTraining(Training):
                 kind = kind_of(process.host, process.pid, process.line)
                 found.setdefault(kind, []).append(process.pid)
         return found
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, images) -> dict:
-    training = Training(tmp_path_factory.mktemp("undisturbed"), images)
-    assert training.start().wait(timeout=300) == 0, training.log.read_text()[-2000:]
-    return training.weights()
 
 
 @pytest.mark.parametrize("repeat", range(REPEATS))

@@ -28,13 +28,6 @@ CAUSES = {
 IN_CI = [("rank 1", "SIGSTOP")]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, images) -> dict:
-    training = Training(tmp_path_factory.mktemp("undisturbed"), images)
-    assert training.start().wait(timeout=300) == 0, training.log.read_text()[-2000:]
-    return training.weights()
-
-
 @pytest.mark.parametrize("repeat", range(REPEATS))
 @pytest.mark.parametrize(
     ("kind", "name"),
