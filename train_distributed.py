@@ -882,6 +882,14 @@ class MicroBatch(NamedTuple):
         return self.end - self.begin
 
 
+def largest_micro_batch(batch: int, ranks: int) -> int:
+    """The largest size that divides a batch into at least one micro-batch per rank; 0 if none."""
+    for parts in range(ranks, min(batch, 10**6) + 1):
+        if batch % parts == 0:
+            return batch // parts
+    return 0
+
+
 class MicroBatchSampler:
     """The micro-batches of this rank. It replaces DistributedSampler.
 
@@ -909,8 +917,12 @@ class MicroBatchSampler:
         self.per_step = cfg.global_batch_size // cfg.batch_size
         ranks = world.world_size
         if cfg.global_batch_size % cfg.batch_size or self.per_step < ranks:
-            text = f"{ranks} ranks cannot share a batch of {cfg.global_batch_size} in micro-batches"
-            raise UserError(f"{text} of {cfg.batch_size}: set --batch-size or --checkpoint-dir")
+            batch = cfg.global_batch_size
+            size = largest_micro_batch(batch, ranks)
+            remedy = f"set --batch-size to {size}" if size else f"use at most {batch} ranks"
+            text = f"{ranks} ranks cannot share a batch of {batch} in micro-batches"
+            text = f"{text} of {cfg.batch_size}: {remedy}, or choose another --checkpoint-dir"
+            raise UserError(f"{text} for another global batch size")
         steps, rest = divmod(samples, cfg.global_batch_size)
         if equal and (self.per_step % ranks or steps == 0):
             text = f"this loss needs equally many micro-batches on each of {ranks} ranks"
@@ -1400,7 +1412,8 @@ class RunDirectory:
     def lock(self) -> None:
         """For rank 0, before it changes anything. UserError if another job is the owner."""
         self.tell_supervisor()
-        with explain(f"cannot write to or lock --checkpoint-dir {self.path}", OSError):
+        what = f"cannot write to or lock --checkpoint-dir {self.path}: choose another one"
+        with explain(what, OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             self.file = open(self.lock_path, "a+", opener=open_no_link)
             owner = self.lock_path.read_text(errors="replace")

@@ -79,12 +79,15 @@ def test_yaml_tags_are_not_executed(tmp_path):
 
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=20", ranks=2)
-    remedy = ": set --batch-size or --checkpoint-dir"
-    text = "2 ranks cannot share a batch of 20 in micro-batches of 8"
-    assert message == text + remedy
+    end = ", or choose another --checkpoint-dir for another global batch size"
+    text = "2 ranks cannot share a batch of 20 in micro-batches of 8: set --batch-size to 10"
+    assert message == text + end
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=16", ranks=3)
-    text = "3 ranks cannot share a batch of 16 in micro-batches of 8"
-    assert message == text + remedy
+    text = "3 ranks cannot share a batch of 16 in micro-batches of 8: set --batch-size to 4"
+    assert message == text + end
+    message = refuse(tmp_path / "r", *tiny, "--global-batch-size=2", ranks=3)
+    text = "3 ranks cannot share a batch of 2 in micro-batches of 8: use at most 2 ranks"
+    assert message == text + end
 
 
 def test_an_unknown_model_is_named(tmp_path, tiny):
@@ -97,7 +100,9 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
     (tmp_path / "file").touch()
     for directory, ranks in ((tmp_path / "file" / "run", 2), (tmp_path / "file", 1)):
         message = refuse(directory, *tiny, ranks=ranks)
-        assert message.startswith(f"cannot write to or lock --checkpoint-dir {directory} (")
+        assert message.startswith(
+            f"cannot write to or lock --checkpoint-dir {directory}: choose another one ("
+        )
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,9 @@ def test_a_read_only_directory_is_named_before_anything_starts(tiny, small_disk)
     subprocess.run(["mount", "-o", "remount,ro", small_disk.path], check=True)
     result = launch(run.directory, 2, *tiny, "--epochs=2")
     assert result.codes[0] == 2 and result.err[1] == ""
-    expected = f"error: cannot write to or lock --checkpoint-dir {run.directory} ("
+    expected = (
+        f"error: cannot write to or lock --checkpoint-dir {run.directory}: choose another one ("
+    )
     assert expected in result.err[0] and result.err[0].count("\n") == 1
     assert "Read-only file system" in result.err[0]
     assert run.status()["state"] == "finished"
