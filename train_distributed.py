@@ -882,11 +882,11 @@ class MicroBatch(NamedTuple):
         return self.end - self.begin
 
 
-def largest_micro_batch(batch: int, ranks: int) -> int:
-    """The largest size that divides a batch into at least one micro-batch per rank; 0 if none."""
-    for parts in range(ranks, min(batch, 10**6) + 1):
-        if batch % parts == 0:
-            return batch // parts
+def largest_micro_batch(batch: int, ranks: int, most: int) -> int:
+    """The largest size up to `most` that divides a batch into one or more per rank; 0 if none."""
+    for size in range(min(most, batch // ranks, 10**6), 0, -1):
+        if batch % size == 0:
+            return size
     return 0
 
 
@@ -918,7 +918,7 @@ class MicroBatchSampler:
         ranks = world.world_size
         if cfg.global_batch_size % cfg.batch_size or self.per_step < ranks:
             batch = cfg.global_batch_size
-            size = largest_micro_batch(batch, ranks)
+            size = largest_micro_batch(batch, ranks, cfg.batch_size)
             remedy = f"set --batch-size to {size}" if size else f"use at most {batch} ranks"
             text = f"{ranks} ranks cannot share a batch of {batch} in micro-batches"
             text = f"{text} of {cfg.batch_size}: {remedy}, or choose another --checkpoint-dir"

@@ -73,8 +73,9 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
     re.I,
 )
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
-LOST_GPU = re.compile("GPU is lost|requires reset|Unknown Error|No devices were found", re.I)
-HEALTHY_VALUES = ("0", "None", "N/A", "[N/A]", "")  # of nvidia-smi
+LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
+RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for a defective GPU
+DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
 MAX_RANKS = 1_000_000
 GPU_SECONDS = 60  # to wait for scripts/check_gpu.py
 NVIDIA_SMI = "nvidia-smi -L"
@@ -1762,53 +1763,63 @@ def report_error(
         return
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
-    if watch and GPU_ERROR.search(reason):
-        report_gpu(rank, watch.infos[rank].get("gpu", ""))
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:  # torchrun prints its content at the end
         facts = {"py_callstack": reason, "timestamp": str(int(time.time()))}
         content = {"message": {"message": reason, "extraInfo": facts}}
         with suppress(OSError):
             Path(file).write_text(json.dumps(content))
+    if watch and cause == "exception" and GPU_ERROR.search(reason):
+        report_gpu(rank, watch.infos[rank].get("gpu", ""), reason)
 
 
-def report_gpu(rank: int, gpu: str) -> None:
+def report_gpu(rank: int, gpu: str, reason: str) -> None:
     """If the driver says that the GPU has failed, tell scripts/supervise.py: evidence against HOST.
 
     The error alone is no evidence: most CUDA errors are the script's own fault.
     """
     if not gpu.startswith("GPU-"):  # none, unknown, or a MIG device
         return
-    fault = ask_driver(gpu)
+    fault = ask_driver(gpu, reason)
     if fault:
         text = f"{gpu} of {HOST} has failed (nvidia-smi: {fault})"
         print(f"guard.py: {text}", file=sys.stderr, flush=True)
         write_event("gpu_check_failed", text, ranks=[rank], host=HOST, gpu=gpu)
 
 
-def ask_driver(gpu: str) -> str:
+def ask_driver(gpu: str, reason: str) -> str:
     """What nvidia-smi says is wrong with a GPU (its UUID); "" if nothing, or if it cannot tell.
 
-    After Xid 79 ("fallen off the bus") it no longer finds the GPU. Older versions do not know
-    gpu_recovery_action, which is what NVIDIA recommends after other Xid errors.
+    After Xid 79 ("fallen off the bus") it no longer finds the GPU; after other Xid errors it may
+    recommend an action, which older versions do not know. Memory errors count only if this error is
+    one (reason): the driver has counted since it was loaded, and the GPU may be usable again.
     """
-    fields = {
-        "ecc.errors.uncorrected.volatile.total": "{} uncorrected memory errors",
-        "gpu_recovery_action": "recovery action: {}",
-    }
-    for field, text in fields.items():
-        command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}"]
-        command.append("--format=csv,noheader,nounits")
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        output = " ".join((result.stdout + result.stderr).split())
-        if LOST_GPU.search(output):
-            return output
-        if result.returncode == 0 and output not in HEALTHY_VALUES:
-            return text.format(output)
+    action = query_gpu(gpu, "gpu_recovery_action")
+    if LOST_GPU.search(action):
+        return action
+    if action in RECOVERY_ACTIONS:
+        return f"recovery action: {action}"
+    if re.search("ECC|uncorrectable", reason):
+        errors = query_gpu(gpu, "ecc.errors.uncorrected.volatile.total")
+        if errors.isdigit() and int(errors) > 0:
+            return f"{errors} uncorrected memory errors"
     return ""
+
+
+def query_gpu(gpu: str, field: str) -> str:
+    """The value of a field of nvidia-smi, or its error message; "" without an answer."""
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        query = subprocess.Popen(command, text=True, **pipes)
+    except OSError:
+        return ""
+    try:
+        output, _ = query.communicate(timeout=DRIVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        query.kill()  # without waiting for its end: a broken driver may prevent it
+        return ""
+    return " ".join(output.split())
 
 
 def has_lost_rank(error: BaseException) -> bool:

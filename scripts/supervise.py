@@ -921,7 +921,7 @@ class Evidence:
         found = {}
         for event in events:
             if event["event"] == "gpu_check_failed" and has_only(str, event, ["host"]):
-                found[event["host"]] = "its GPU check failed"
+                found[event["host"]] = "its GPU has failed"
         hosts = failure.get("silent_hosts")
         # If several hosts are silent, the network may be at fault.
         if isinstance(hosts, list) and len(hosts) == 1 and isinstance(hosts[0], str):
@@ -1262,7 +1262,7 @@ def reap(process):
 
 
 def claim_job():
-    """(name of the job, a socket that claims this name until this process ends).
+    """(name of the job, a socket that claims this name on this host until this process ends).
 
     A second supervisor in the same job gets a name of its own. Otherwise, its attempts could take
     over the run directory of the first one.

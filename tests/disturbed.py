@@ -82,6 +82,8 @@ def disturb(training: Training, kind: str, name: str, seed: str, stays_stopped: 
     Afterwards nothing may be left. stays_stopped: no SIGCONT follows SIGSTOP. Returns the attempts.
     """
     draw = random.Random(seed)
+    if not stays_stopped:  # no hang is expected, even on a busy machine
+        training.env["HANG_TIMEOUT"] = "30"
     process = training.start()
     try:
         wait_for_step(training.run, draw.randrange(6, STEPS // 2))

@@ -80,7 +80,7 @@ def test_yaml_tags_are_not_executed(tmp_path):
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=20", ranks=2)
     end = ", or choose another --checkpoint-dir for another global batch size"
-    text = "2 ranks cannot share a batch of 20 in micro-batches of 8: set --batch-size to 10"
+    text = "2 ranks cannot share a batch of 20 in micro-batches of 8: set --batch-size to 5"
     assert message == text + end
     message = refuse(tmp_path / "r", *tiny, "--global-batch-size=16", ranks=3)
     text = "3 ranks cannot share a batch of 16 in micro-batches of 8: set --batch-size to 4"

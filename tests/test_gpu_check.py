@@ -133,21 +133,29 @@ def test_if_pytorch_finds_no_gpu_the_training_starts(tmp_path):
     assert run.codes == [0, 0] and run.err == ["", ""]
 
 
-CUDA_ERROR = "CUDA error: uncorrectable ECC error encountered"
+ECC_ERROR = "CUDA error: uncorrectable ECC error encountered"
+OTHER_ERROR = "CUDA error: device-side assert triggered"
 ECC = {"ecc.errors.uncorrected.volatile.total": "2"}
+RESET = {"gpu_recovery_action": "Reset"}
 XID_79 = "Unable to determine the device handle for GPU0: 0000:3B:00.0: Unknown Error"
-OLD_DRIVER = {"ecc.errors.uncorrected.volatile.total": "[N/A]", "gpu_recovery_action": "[N/A]"}
+UNKNOWN = {"ecc.errors.uncorrected.volatile.total": "[N/A]", "gpu_recovery_action": "[N/A]"}
+NO_PERMISSION = {"gpu_recovery_action": "[Insufficient Permissions]"}
 
 
 @pytest.mark.parametrize(
     ("error", "facts", "fails", "fault"),
     [
-        (CUDA_ERROR, ECC, "", "2 uncorrected memory errors"),
-        (CUDA_ERROR, {"gpu_recovery_action": "Reset"}, "", "recovery action: Reset"),
-        (CUDA_ERROR, {}, XID_79, XID_79),
-        (CUDA_ERROR, {}, "", ""),  # the script's own fault
-        (CUDA_ERROR, OLD_DRIVER, "", ""),
-        ("index 7 is out of bounds", ECC, "", ""),
+        (ECC_ERROR, ECC, "", "2 uncorrected memory errors"),
+        (OTHER_ERROR, RESET, "", "recovery action: Reset"),
+        (OTHER_ERROR, {}, XID_79, XID_79),
+        # No evidence: the script's own fault, or something that the driver does not know.
+        (OTHER_ERROR, {}, "", ""),
+        (OTHER_ERROR, ECC, "", ""),  # an old memory error
+        (ECC_ERROR, UNKNOWN, "", ""),
+        (OTHER_ERROR, NO_PERMISSION, "", ""),
+        (OTHER_ERROR, {}, "Failed to initialize NVML: Unknown Error", ""),  # of a container
+        ("CUDA out of memory", RESET, "", ""),
+        ("index 7 is out of bounds", RESET, "", ""),
     ],
 )
 def test_after_a_cuda_error_a_fault_of_the_gpu_is_reported(tmp_path, error, facts, fails, fault):
@@ -166,6 +174,7 @@ if os.environ["RANK"] == "1":
     raise RuntimeError({error!r})
 """)
     env = {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EVENTS_FILE": events}
+    env["GPU_CHECK"] = "0"
     run = run_ranks(2, REPO / "scripts/guard.py", script, env=lambda rank: env)
     assert run.codes[1] == 1
     assert ("has failed" in run.err[1]) == bool(fault), run.err[1]
@@ -176,3 +185,9 @@ if os.environ["RANK"] == "1":
         assert event["text"] == f"GPU-1 of {guard.HOST} has failed (nvidia-smi: {fault})"
     else:
         assert not events.exists()
+
+
+def test_a_driver_that_does_not_answer_is_no_evidence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, 1, hangs=True))
+    monkeypatch.setattr(guard, "DRIVER_SECONDS", 0.2)
+    assert guard.ask_driver("GPU-0", ECC_ERROR) == ""

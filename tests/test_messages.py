@@ -65,7 +65,7 @@ PARTS = {
         *("global_batch_size", "seed"),
     ],
     "guard.py": ["does not answer", "has ended", "is …, … steps done", "at collective … (…)"],
-    "supervise.py": ["its GPU check failed", "a rank on it did not answer in … hangs"],
+    "supervise.py": ["its GPU has failed", "a rank on it did not answer in … hangs"],
     "checks.py": [
         *("open files", "processes", "locked memory"),
         *("ulimit -n 65536", "ulimit -u 65536", "ulimit -l unlimited"),

@@ -244,7 +244,7 @@ def test_a_training_that_stopped_because_its_launcher_failed_is_resumed(
 CRASH_FIRST = 'if [[ "$ATTEMPT" == 1 ]]; then exit 1; fi; exec "$@"'  # its next attempt is newer
 
 
-@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "7"}], ids=["no job", "in one job"])
+@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": str(os.getpid())}], ids=["no job", "in one"])
 @pytest.mark.parametrize("before", [[], ["bash", "-c", CRASH_FIRST, "bash"]])
 def test_a_second_supervisor_leaves_the_run_of_the_first_alone(
     tmp_path, tiny, start, supervise, job, before
@@ -883,7 +883,7 @@ def test_a_node_that_did_not_answer_in_two_hangs_is_replaced_by_a_spare(tmp_path
 def test_a_node_whose_gpu_check_failed_is_replaced_at_once(tmp_path, supervise):
     failure = {"cause": "configuration", "gpu": True, "host": "n3"}
     code, text = launch(supervise, failure, NNODES="2")
-    assert code == 0 and "n3.site is left out: its GPU check failed; a spare" in text, text
+    assert code == 0 and "n3.site is left out: its GPU has failed; a spare" in text, text
     assert left_out(tmp_path) == [["n3.site"], []]
 
 
@@ -918,7 +918,7 @@ def test_the_last_node_is_not_left_out(tmp_path, supervise):
         {"cause": "configuration", "gpu": True, "host": host} for host in ("n1", "n2", "n3")
     ]
     code, text = launch(supervise, *failures, NNODES="1")
-    assert code == 2 and "WARNING: n3.site may be defective: its GPU check failed" in text, text
+    assert code == 2 and "WARNING: n3.site may be defective: its GPU has failed" in text, text
     assert left_out(tmp_path) == [["n1.site"], ["n2.site"], []]
 
 
