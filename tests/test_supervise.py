@@ -244,8 +244,11 @@ def test_a_training_that_stopped_because_its_launcher_failed_is_resumed(
 CRASH_FIRST = 'if [[ "$ATTEMPT" == 1 ]]; then exit 1; fi; exec "$@"'  # its next attempt is newer
 
 
-@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": str(os.getpid())}], ids=["no job", "in one"])
-@pytest.mark.parametrize("before", [[], ["bash", "-c", CRASH_FIRST, "bash"]])
+@pytest.mark.parametrize(
+    ("job", "before"),
+    [({}, []), ({"SLURM_JOB_ID": str(os.getpid())}, ["bash", "-c", CRASH_FIRST, "bash"])],
+    ids=["no job", "in one job"],
+)
 def test_a_second_supervisor_leaves_the_run_of_the_first_alone(
     tmp_path, tiny, start, supervise, job, before
 ):
