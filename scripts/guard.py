@@ -325,12 +325,9 @@ def cores_near_gpu(local_rank: int) -> set[int]:
     own = [gpu for gpu, devices in visible_gpus() if gpu_of(local_rank) in devices]
     if not own:
         return set()
-    query = ["nvidia-smi", f"--id={own[0]}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
-    with suppress(OSError, ValueError, subprocess.SubprocessError):
-        output = subprocess.check_output(
-            query, text=True, timeout=SMI_SECONDS, stderr=subprocess.DEVNULL
-        )
-        device = output.strip().lower()[-12:]  # sysfs has a domain of four digits, not eight
+    bus = query_gpu(own[0], "pci.bus_id", SMI_SECONDS)
+    device = bus.lower()[-12:]  # sysfs has a domain of four digits, not eight
+    with suppress(OSError, ValueError):
         ranges = (PCI / device / "local_cpulist").read_text().strip()
         return parse_ranges(ranges)
     return set()
@@ -427,6 +424,25 @@ def list_gpus() -> tuple[str, dict[str, list[str]]]:
                 mig_devices[gpu] = []
         return command, {gpu: devices or [gpu] for gpu, devices in mig_devices.items()}
     return "", {}
+
+
+def query_gpu(gpu: str, field: str, limit: float) -> str:
+    """The value of a field of nvidia-smi, or its error message; "" without an answer.
+
+    gpu: its UUID; limit: in seconds.
+    """
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        query = subprocess.Popen(command, text=True, **pipes)
+    except OSError:
+        return ""
+    try:
+        output, _ = query.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        query.kill()  # without waiting for its end: a broken driver may prevent it
+        return ""
+    return " ".join(output.split())
 
 
 def is_first_attempt() -> bool:
@@ -1794,32 +1810,16 @@ def ask_driver(gpu: str, reason: str) -> str:
     recommend an action, which older versions do not know. Memory errors count only if this error is
     one (reason): the driver has counted since it was loaded, and the GPU may be usable again.
     """
-    action = query_gpu(gpu, "gpu_recovery_action")
+    action = query_gpu(gpu, "gpu_recovery_action", DRIVER_SECONDS)
     if LOST_GPU.search(action):
         return action
     if action in RECOVERY_ACTIONS:
         return f"recovery action: {action}"
     if re.search("ECC|uncorrectable", reason):
-        errors = query_gpu(gpu, "ecc.errors.uncorrected.volatile.total")
+        errors = query_gpu(gpu, "ecc.errors.uncorrected.volatile.total", DRIVER_SECONDS)
         if errors.isdigit() and int(errors) > 0:
             return f"{errors} uncorrected memory errors"
     return ""
-
-
-def query_gpu(gpu: str, field: str) -> str:
-    """The value of a field of nvidia-smi, or its error message; "" without an answer."""
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    try:
-        query = subprocess.Popen(command, text=True, **pipes)
-    except OSError:
-        return ""
-    try:
-        output, _ = query.communicate(timeout=DRIVER_SECONDS)
-    except subprocess.TimeoutExpired:
-        query.kill()  # without waiting for its end: a broken driver may prevent it
-        return ""
-    return " ".join(output.split())
 
 
 def has_lost_rank(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 from harness import LONG, REPO, processes_by_kind, steps_of, wait_for_step, wait_until
 
@@ -76,13 +77,26 @@ class Training:
                     os.kill(pid, signal.SIGKILL)
 
 
-def disturb(training: Training, kind: str, name: str, seed: str, stays_stopped: bool) -> list[dict]:
+def parameters(causes: dict, in_ci: list):
+    """For a test of (kind, name) and repeat: all cases are long, but for those in CI."""
+    cases = []
+    for case in causes:
+        marks = () if case in in_ci else pytest.mark.long
+        cases.append(pytest.param(*case, marks=marks, id=" ".join(case)))
+    of_kind = pytest.mark.parametrize(("kind", "name"), cases)
+    of_repeat = pytest.mark.parametrize("repeat", range(REPEATS))
+    return lambda test: of_repeat(of_kind(test))
+
+
+def disturb(training: Training, kind: str, name: str, seed: str, expected: set, weights: dict):
     """Run the training; at a random moment, send the signal to its first process of this kind.
 
-    Afterwards nothing may be left. stays_stopped: no SIGCONT follows SIGSTOP. Returns the attempts.
+    Afterwards nothing may be left, the cause is one of the expected, no saved step is lost, and the
+    final weights are these. If a hang is expected, no SIGCONT follows SIGSTOP.
     """
     draw = random.Random(seed)
-    if not stays_stopped:  # no hang is expected, even on a busy machine
+    stays_stopped = expected == {"hang"}
+    if not stays_stopped:  # not a hang, even on a busy machine
         training.env["HANG_TIMEOUT"] = "30"
     process = training.start()
     try:
@@ -110,11 +124,9 @@ def disturb(training: Training, kind: str, name: str, seed: str, stays_stopped: 
     causes = [attempt["cause"] for attempt in attempts]
     resumed = attempts[-1]["start_step"]
     print(f"{kind}, {name} after step {step}: {causes}, resumed at {resumed}, saved were {saved}")
+    assert causes[0] in expected, attempts
     assert causes[-1] == "finished"
     assert resumed >= saved or len(attempts) == 1
-    return attempts
-
-
-def assert_same_weights(ours: dict, theirs: dict) -> None:
-    for key, value in theirs.items():
+    ours = training.weights()
+    for key, value in weights.items():
         assert torch.equal(ours[key], value), key

@@ -80,9 +80,12 @@ def test_one_rank_with_ddp_over_nccl_ends_with_the_weights_of_a_plain_process(tm
     command = [REPO / "train_distributed.py", f"--checkpoint-dir={run}", *options]
     launched = run_ranks(1, *command, before=WITH_NCCL, directory=run, env=lambda rank: GPUS)
     assert launched.codes == [0], launched.err[0]
-    torch.testing.assert_close(
-        launched.newest()["model"], plain.newest()["model"], rtol=1e-4, atol=1e-6
-    )
+    ours = launched.checkpoint("checkpoint_epoch_1")
+    theirs = plain.checkpoint("checkpoint_epoch_1")
+    assert ours["global_step"] == theirs["global_step"]
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-4, atol=1e-6)
+    test_loss = plain.records("epoch")[0]["test_loss"]
+    assert launched.records("epoch")[0]["test_loss"] == pytest.approx(test_loss, rel=1e-4)
 
 
 def test_two_ranks_that_share_a_gpu_end_with_the_weights_of_one(tmp_path, tiny):

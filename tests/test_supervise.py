@@ -244,10 +244,13 @@ def test_a_training_that_stopped_because_its_launcher_failed_is_resumed(
 CRASH_FIRST = 'if [[ "$ATTEMPT" == 1 ]]; then exit 1; fi; exec "$@"'  # its next attempt is newer
 
 
+JOB = {"SLURM_JOB_ID": str(os.getpid())}
+
+
 @pytest.mark.parametrize(
     ("job", "before"),
-    [({}, []), ({"SLURM_JOB_ID": str(os.getpid())}, ["bash", "-c", CRASH_FIRST, "bash"])],
-    ids=["no job", "in one job"],
+    [({}, []), (JOB, []), (JOB, ["bash", "-c", CRASH_FIRST, "bash"])],
+    ids=["no job", "in one job", "in one job, a newer attempt"],
 )
 def test_a_second_supervisor_leaves_the_run_of_the_first_alone(
     tmp_path, tiny, start, supervise, job, before

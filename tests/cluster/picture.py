@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from harness import REPO  # noqa: E402
+from harness import REPO, is_rank  # noqa: E402
 from hosts import Cluster, Process  # noqa: E402
 
 EPOCHS = 6
@@ -74,8 +74,7 @@ class Disturbed:
     def rank_on(self, host: str) -> list[Process]:
         found = []
         for process in self.cluster.processes():
-            is_rank = "guard.py" in process.line and "distributed.run" not in process.line
-            if is_rank and process.host == host:
+            if process.host == host and is_rank(process.line):
                 found.append(process)
         return found
 

@@ -5,8 +5,7 @@ random moment: as in faults/test_processes.py. With --long, each case runs 20 ti
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-from disturbed import REPEATS, Training, assert_same_weights, disturb
+from disturbed import Training, disturb, parameters
 from harness import is_rank, parent_of
 from hosts import HERE
 
@@ -84,19 +83,10 @@ class SshTraining(Training):
         return found
 
 
-@pytest.mark.parametrize("repeat", range(REPEATS))
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(*case, marks=() if case in IN_CI else pytest.mark.long, id=" ".join(case))
-        for case in CAUSES
-    ],
-)
+@parameters(CAUSES, IN_CI)
 def test_a_process_that_is_killed_or_stopped_leaves_nothing_and_costs_nothing_saved(
     tmp_path, images, undisturbed, cluster, repo, kind, name, repeat
 ):
     training = SshTraining(tmp_path, images, cluster, repo)
-    stays_stopped = kind in ("rank", "worker")
-    attempts = disturb(training, kind, name, f"ssh {kind} {name} {repeat}", stays_stopped)
-    assert attempts[0]["cause"] in CAUSES[kind, name], attempts
-    assert_same_weights(training.weights(), undisturbed)
+    seed = f"ssh {kind} {name} {repeat}"
+    disturb(training, kind, name, seed, CAUSES[kind, name], undisturbed)

@@ -5,8 +5,7 @@ weights are those of an undisturbed training, bit for bit. With --long, each cas
 which takes two hours; REPEATS=3 runs it three times. With -s, pytest prints a line for each.
 """
 
-import pytest
-from disturbed import REPEATS, Training, assert_same_weights, disturb
+from disturbed import Training, disturb, parameters
 
 # What attempts.jsonl may say of the disturbed attempt. "finished": it did not matter.
 CAUSES = {
@@ -28,20 +27,10 @@ CAUSES = {
 IN_CI = [("rank 1", "SIGSTOP")]
 
 
-@pytest.mark.parametrize("repeat", range(REPEATS))
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(*case, marks=() if case in IN_CI else pytest.mark.long, id=" ".join(case))
-        for case in CAUSES
-    ],
-)
+@parameters(CAUSES, IN_CI)
 def test_a_process_that_is_killed_or_stopped_leaves_nothing_and_costs_nothing_saved(
     tmp_path, images, undisturbed, kind, name, repeat
 ):
     training = Training(tmp_path, images)
-    # A stopped rank or worker stays so; the others go on after some seconds.
-    stays_stopped = kind.startswith("rank") or kind == "worker"
-    attempts = disturb(training, kind, name, f"{kind} {name} {repeat}", stays_stopped)
-    assert attempts[0]["cause"] in CAUSES[kind, name], attempts
-    assert_same_weights(training.weights(), undisturbed)
+    seed = f"{kind} {name} {repeat}"
+    disturb(training, kind, name, seed, CAUSES[kind, name], undisturbed)
