@@ -121,7 +121,8 @@ class Task:
             return synthetic_images(size, cfg.seed)
         if cfg.dataset == "imagefolder":
             root = Path(cfg.data_dir)
-            with explain(f"cannot read --dataset imagefolder; is it in {root}?", OSError):
+            needed = f"{root}/train/CLASS/ and val/CLASS/"
+            with explain(f"cannot read --dataset imagefolder: it needs {needed}", OSError):
                 train, test = image_folders(root, size)
             self.spec = IMAGENET_PIXELS | {"classes": train.classes}
             return train, test
@@ -2155,10 +2156,17 @@ def read_config(file: str, parser: Parser) -> list[str]:
     """The words of a command line for a YAML file like `epochs: 5`."""
     example = "it needs lines like `epochs: 5`"
     if not Path(file).is_file():
-        raise UserError("it is not a file" if Path(file).exists() else "there is no such file")
+        if Path(file).exists():
+            raise UserError("it is not a file")
+        raise UserError(f"there is no file {Path(file).absolute()}")
     with explain(example, OSError, UnicodeError, yaml.YAMLError):
-        # A tree of strings: `amp: off` stays "off", and nothing in the file is executed.
-        root = yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader)
+        text = Path(file).read_text(encoding="utf-8")
+        try:
+            # A tree of strings: `amp: off` stays "off", and nothing in the file is executed.
+            root = yaml.compose(text, yaml.BaseLoader)
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1
+            raise UserError(f"line {line}: {example} ({error.problem})") from None
     if root is None:
         return []  # an empty file
     if not isinstance(root, yaml.MappingNode):

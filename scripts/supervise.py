@@ -828,7 +828,7 @@ class Supervisor:
         """
         records = []
         for old in self.log_records():
-            if old["attempt"] == attempt["attempt"]:
+            if (old["attempt"], old["start"]) == (attempt["attempt"], attempt["start"]):
                 continue
             if old["cause"] == "running" and "start_step" in attempt:
                 complete(old, attempt)

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,7 +55,10 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path, option):
         ("epochs: [3, 4]", "my config.yaml: unrecognized arguments: 4"),
         ("epochs: 3\nlr: 1\nepochs: 4", "my config.yaml: epochs is there twice"),
         ("- epochs", "my config.yaml: it needs lines like `epochs: 5`"),
-        ("epochs: [3", "my config.yaml: it needs lines like `epochs: 5` ("),
+        (
+            "lr: 1\n  epochs: 3",
+            "my config.yaml: line 2: it needs lines like `epochs: 5` (mapping values are not allowed",
+        ),
     ],
 )
 def test_a_mistake_in_a_config_file_names_file_and_key(tmp_path, text, expected):
@@ -63,7 +67,7 @@ def test_a_mistake_in_a_config_file_names_file_and_key(tmp_path, text, expected)
 
 def test_a_missing_config_file_is_named(tmp_path):
     message = refuse(tmp_path / "r", "--config=absent.yaml")
-    assert message == "absent.yaml: there is no such file"
+    assert message == f"absent.yaml: there is no file {Path.cwd()}/absent.yaml"
 
 
 def test_a_directory_is_no_config_file(tmp_path):

@@ -77,7 +77,8 @@ def test_an_empty_folder_of_images_is_named(tmp_path):
         (tmp_path / "data" / folder).mkdir(parents=True)
     result = launch(tmp_path / "run", 2, *options(tmp_path / "data"))
     assert result.codes[0] == 2 and result.err[1] == ""
-    assert f"error: cannot read --dataset imagefolder; is it in {tmp_path}/data? " in result.err[0]
+    expected = f"cannot read --dataset imagefolder: it needs {tmp_path}/data/train/CLASS/ and val/"
+    assert f"error: {expected}" in result.err[0]
     assert "find any class folder" in result.err[0]
 
 

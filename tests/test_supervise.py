@@ -494,6 +494,15 @@ def test_the_attempt_log_is_in_the_run_directory_wherever_supervise_is_called(
     ]
 
 
+def test_two_supervised_runs_in_one_job_are_both_logged(tmp_path, tiny, supervise):
+    """Their attempts have the same name, JOB.1, if the first supervisor has ended."""
+    command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run"]
+    for stop_at in (1, 2):
+        code, text = supervise(*command, f"--stop-at-step={stop_at}", PBS_JOBID="7")
+        assert code == 0, text
+    assert [record["attempt"] for record in attempts(tmp_path)] == ["7.1", "7.1"]
+
+
 def test_a_dry_run_writes_no_attempt_log(tmp_path, supervise):
     launcher = REPO / "scripts/ssh/launch_singlenode.sh"
     words = [launcher, "configs/default_config.yaml", "2", f"--checkpoint-dir={tmp_path}/run"]
