@@ -57,7 +57,7 @@ def test_a_value_of_the_wrong_type_is_named(tmp_path, option):
         ("- epochs", "my config.yaml: it needs lines like `epochs: 5`"),
         (
             "lr: 1\n  epochs: 3",
-            "my config.yaml: line 2: it needs lines like `epochs: 5` (mapping values are not allowed",
+            "my config.yaml: line 2: it needs lines like `epochs: 5` (mapping values are not",
         ),
     ],
 )

@@ -1,13 +1,18 @@
 """The links of all pages, and the commands of README.md, run in order in a fresh copy."""
 
+import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from operator import attrgetter
 
 import pytest
-from harness import LONG, REPO, copy_repository, write_program
+from harness import LONG, REPO, copy_repository, wait_until, write_program
 from pages import anchors, blocks, broken_links, commands, difference, links, slug, without_code
 
 import train_distributed
@@ -25,6 +30,8 @@ NOT_HERE = {
 if not LONG:
     NOT_HERE["quickstart.sh"] = ".ci/run begins with it"
     NOT_HERE["runs/one"] = "other tests run the same every day"
+# Indented lines that are not commands.
+OUTPUT = re.compile(r"(guard|supervise)\.py: |(User|Port|ProxyJump) |import sys|sys\.path")
 WARNINGS_ALLOWED = {"python scripts/doctor.py": 1}  # its exit code if it has found anything
 
 
@@ -98,6 +105,42 @@ def test_the_commands_of_the_readme_print_what_it_shows(clone):
     assert ran >= 4
 
 
+def commands_of(page: str) -> list[str]:
+    """Its commands: in blocks of bash, after a prompt `$ `, and indented by four spaces.
+
+    Without those after a prompt with a host, which cluster/test_guide.py runs.
+    """
+    page = re.sub(r"\\\n\s*", "", page)
+    found = []
+    for language, block in blocks(page):
+        if language == "bash":
+            found += [command.strip() for command in commands(block)]
+        elif language == "":
+            found += re.findall(r"(?m)^\$ (.*)", block)
+    indented = re.findall(r"(?m)^ {4}(?=\S)(.*)$", without_code(page))
+    return found + [line for line in commands("\n".join(indented)) if not OUTPUT.match(line)]
+
+
+def test_each_command_of_the_documentation_runs_in_a_test_or_the_reason_is_given():
+    text = (REPO / "tests/README.md").read_text()
+    (section,) = re.findall(r"(?ms)^## Commands in the documentation\n(.*?)^## ", text)
+    rows = re.findall(r"(?m)^\| (`.+`) \| (.+) \|$", section)
+    listed = [pattern for cell, _ in rows for pattern in re.findall(r"`([^`]+)`", cell)]
+    used = set()
+    missing = []
+    for path in set(PAGES) - {REPO / "README.md"}:  # see NOT_HERE
+        for command in commands_of(path.read_text()):
+            patterns = [p for p in listed if fnmatchcase(command, p)]
+            used.update(patterns)
+            if not patterns:
+                missing.append(f"{path.name}: {command}")
+    assert missing == []
+    assert set(listed) - used == set()
+    for _, cell in rows:
+        for name in re.findall(r"`([\w/]+\.(?:py|sh))`", cell):
+            assert (REPO / "tests" / name).exists(), name
+
+
 def test_the_task_of_the_readme_learns(clone):
     (code,) = [
         text for language, text in blocks((REPO / "README.md").read_text()) if language == "python"
@@ -106,6 +149,56 @@ def test_the_task_of_the_readme_learns(clone):
     out = run("python my_train.py --checkpoint-dir runs/readme", clone)
     accuracy = re.findall(r"Test Accuracy: ([\d.]+)%", out)[-1]
     assert float(accuracy) > 90, out
+
+
+def test_the_checks_of_troubleshooting_run(clone, monkeypatch):
+    """As on the node of rank 0, while it listens."""
+    programs = ("getent ", "timeout ", "hostname ", "ss ", "NCCL_DEBUG=WARN ", "torchrun ", "grep ")
+    found = commands_of((REPO / "docs/TROUBLESHOOTING.md").read_text())
+    (clone / "logs").mkdir(exist_ok=True)
+    (clone / "logs/node_n01.log").write_text("RuntimeError: the first error\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        printed = ""
+        for command in found:
+            if command.startswith(programs):
+                printed += run(command.replace(":29500", f":{port}"), clone)
+    expected = ["node_n01.log:1:RuntimeError: the first error", "open\n", f"127.0.0.1:{port} "]
+    expected += ["RANK=0 LOCAL_RANK=0 of 2 on ", "RANK=1 LOCAL_RANK=1 of 2 on ", "runs/nccl\n"]
+    for text in expected:
+        assert text in printed, text
+
+
+@pytest.mark.long
+def test_a_run_is_replayed_as_the_guide_says(clone):
+    page = blocks((REPO / "docs/FAULT_TOLERANCE.md").read_text())
+    code = "".join(text for language, text in page if language == "bash")
+    printed = [run(command, clone) for command in commands(code)]
+    assert len(printed) == 3
+    assert "Equal: 2 records, from step 15 to step 20" in printed[-1]
+
+
+def test_the_script_that_stops_and_resumes_as_the_guide_says(clone):
+    page = blocks((REPO / "docs/FAULT_TOLERANCE.md").read_text())
+    code = "\n\n".join(text for language, text in page if language == "python")
+    (clone / "my_train.py").write_text(code)
+    found = commands_of((REPO / "docs/FAULT_TOLERANCE.md").read_text())
+    (command,) = [line for line in found if line.endswith("my_train.py")]
+    run_directory = clone / "runs/mine"
+    shutil.rmtree(run_directory, ignore_errors=True)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(run, command, clone)
+        wait_until(run_directory.exists, "it has not started")
+        (run_directory / "STOP").touch()
+        assert f"supervise.py: stopped (STOP file); to resume: {command}" in first.result()
+    (run_directory / "STOP").unlink()
+    run(command, clone)
+    records = [json.loads(line) for line in (run_directory / "attempts.jsonl").open()]
+    assert [record["cause"] for record in records] == ["stopped", "finished"]
+    assert [record["end_step"] for record in records][1:] == [300]
+    assert records[0]["end_step"] == records[1]["start_step"] < 300
 
 
 def test_the_example_of_a_model_and_data_of_your_own(clone):
