@@ -7,8 +7,9 @@
 
 The options after -- are the trainer's. The trainer: blocks of 20 steps with fault tolerance
 (GradScaler skips steps whose gradients are not finite; Coordinator.agree() exchanges the stop flag
-and restarts the hang timer) alternate with blocks without it: same model, data, update and sum of
-the metrics. The output has the median ratio of neighboring blocks with its standard error.
+and the digests of the weights, and restarts the hang timer) alternate with blocks without it, and
+with blocks without agree() only: same model, data, update and sum of the metrics. The output has
+the median ratios of neighboring blocks with their standard errors.
 
 guard.py: the time of its optimizer hook and the CPU time of its threads, as a share of a step of 15
 ms. It only watches launches of two or more ranks.
@@ -26,6 +27,7 @@ from ranks import REPO, repeated, run_ranks
 
 BLOCK = 20  # steps
 STEP = 0.015  # seconds
+KINDS = ("with", "without", "scaler only")
 
 
 def rank(turns: int, directory: str, more: list[str]) -> None:
@@ -49,29 +51,32 @@ def rank(turns: int, directory: str, more: list[str]) -> None:
     usual_scaler = run.learner.scaler
     no_scaler = torch.amp.GradScaler(world.device.type, enabled=False)
 
-    def block(tolerant: bool) -> float:
+    def block(kind: str) -> float:
         """Seconds per step of a block, including the sum of the metrics at its end."""
         sums = trainer.ExactSums(task.sums, world.device)
-        run.learner.scaler = usual_scaler if tolerant else no_scaler
+        run.learner.scaler = no_scaler if kind == "without" else usual_scaler
         began = time.perf_counter()
         for _ in range(BLOCK):
             trainer.train_step(run, batches, sums)
             run.state.step += 1
-        if tolerant:
+        if kind == "with":
             run.coordinator.agree(run.state, sums, run.learner)
         else:
             sums.all_reduce(world)
         return (time.perf_counter() - began) / BLOCK
 
     began = time.perf_counter()
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(turns + 2):
-        for tolerant in (True, False) if turn % 2 else (False, True):
-            seconds[tolerant].append(block(tolerant))
-    ratios = [a / b for a, b in zip(seconds[True][2:], seconds[False][2:])]  # skip the warm-up
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    found = {"step": statistics.median(seconds[False]), "ratio": middle, "rank": world.rank}
-    found["error"] = 0.93 * (high - low) / turns**0.5  # standard error of a normal median
+        for kind in KINDS if turn % 2 else reversed(KINDS):
+            seconds[kind].append(block(kind))
+    without = seconds["without"][2:]  # skip the warm-up
+    found = {"step": statistics.median(without), "rank": world.rank}
+    for kind in ("with", "scaler only"):
+        ratios = [a / b for a, b in zip(seconds[kind][2:], without)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        error = 0.93 * (high - low) / turns**0.5  # standard error of a normal median
+        found[kind] = middle, error
     found |= guard_cost(run.learner.optimizer, time.perf_counter() - began)
     print(json.dumps(found))
     trainer.on_rank_0(world, bool)  # wait for the others
@@ -114,8 +119,11 @@ def main() -> None:
             outputs = run_ranks(words, ranks, **env)
         of_rank = [json.loads(out.splitlines()[-1]) for out in outputs]
         found = of_rank[0]
+        ratio, error = found["with"]
         print(f"{ranks} rank(s): step {1e3 * found['step']:.2f} ms; with fault tolerance "
-              f"{found['ratio']:.4f} +- {found['error']:.4f} times as long")  # fmt: skip
+              f"{ratio:.4f} +- {error:.4f} times as long")  # fmt: skip
+        ratio, error = found["scaler only"]
+        print(f"  without agree(): {ratio:.4f} +- {error:.4f} times as long")
         hook, threads = (max(each[name] for each in of_rank) for name in ("hook", "threads"))
         print(f"  guard.py: hook {1e6 * hook:.2f} us per step, threads {1e6 * threads:.0f} us per "
               f"second: {100 * (hook / STEP + threads):.3f} % of a step of 15 ms")  # fmt: skip

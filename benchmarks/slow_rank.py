@@ -14,9 +14,11 @@ training counts as right if the ranks named are exactly the slow ones.
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,8 @@ from pathlib import Path
 from ranks import REPO, run_ranks
 
 INTERVAL = 30  # steps between two comparisons
-STEPS = 130  # of a training
+WORKERS = 2  # of the kind "loader workers"
+STEPS = 200  # of a training
 SLOW = {  # what is slow: the ranks that should be named
     "forward": [1],
     "forward, rank 0": [0],
@@ -105,8 +108,8 @@ def spin(seconds: float) -> None:
         pass
 
 
-def batches(kind: str, step_seconds: float, extra: float, rank: int):
-    """An endless loader. With workers, it is the slowest part on the slow rank."""
+def batches(kind: str, extra: float, rank: int, worker_seconds):
+    """An endless loader. worker_seconds: a shared number, for a loader worker and a batch."""
     import torch
 
     slow = rank in SLOW.get(kind, ())
@@ -121,10 +124,10 @@ def batches(kind: str, step_seconds: float, extra: float, rank: int):
             elif kind == "disk" and slow:
                 read_slowly(extra)
             elif kind == "loader workers" and slow:
-                time.sleep(2 * (step_seconds + extra))
+                time.sleep(worker_seconds.value)
             return torch.randn(10)
 
-    workers = 2 if kind == "loader workers" and slow else 0
+    workers = WORKERS if kind == "loader workers" and slow else 0
     return iter(torch.utils.data.DataLoader(Data(), num_workers=workers))
 
 
@@ -153,10 +156,16 @@ def train(kind: str, step_seconds: float, extra: float) -> None:
         words = [sys.executable, __file__, "--stop", os.getpid()]
         words += ["--step", step_seconds, "--shares", extra / step_seconds]
         stopper = subprocess.Popen(list(map(str, words)))
-    loader = batches(kind, step_seconds, extra, rank)
+    worker_seconds = multiprocessing.Value("d", 0.0)
+    loader = batches(kind, extra, rank, worker_seconds)
     time.sleep(1)  # until guard.py counts the optimizer's steps
     step = 0
+    ends = []
     while step < STEPS:
+        ends.append(time.perf_counter())
+        if step == 10:  # from now on, the workers are slower than the steps
+            usual = statistics.median(end - begin for begin, end in zip(ends, ends[1:]))
+            worker_seconds.value = WORKERS * (usual + extra)
         seconds = extra_seconds(kind, extra, rank, size, step)
         data = torch.cat([next(loader), torch.randn(3, 10)])
         optimizer.zero_grad()

@@ -93,7 +93,7 @@ WARM_UP_STEPS = 10  # optimizer steps that are not compared
 SLOW_SHARE = 0.05  # a slow rank delays the others by at least this share of a step
 MAX_STEPS = 40  # of each rank that are compared in an interval, at most
 STEPS_IN_A_ROW = 8  # these are chosen in runs of this length
-MIN_STEPS = 8  # fewer are kept until the next interval
+MIN_STEPS = 20  # fewer are kept until the next interval; a quarter needs several
 MAX_COLLECTIVES = 5  # of each step that are compared, at most
 PINGS = 8  # exchanged with rank 0 to compare the clocks of two hosts
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
@@ -1578,7 +1578,7 @@ def arrivals(step_ends: list[int], size: int) -> dict:
     if len(complete) < 2:
         return note
     ends = [step_ends[index] for index in complete]
-    note["step_seconds"] = middle([later - end for end, later in zip(ends, ends[1:])]) / 1e9
+    note["step_seconds"] = typical([later - end for end, later in zip(ends, ends[1:])]) / 1e9
     usual_length = middle([len(steps[index]) for index in complete])
     stride = 1
     while len(complete) > MAX_STEPS * stride:

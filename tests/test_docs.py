@@ -210,6 +210,28 @@ def test_the_example_of_a_model_and_data_of_your_own(clone):
     assert difference(page[2][1], run(last, clone)) == ""
 
 
+def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(clone, images):
+    """Both classes of the page together: the second one inherits from the first."""
+    python = [text for _, text in blocks((REPO / "docs/MAKE_IT_YOURS.md").read_text())]
+    (data,) = [text for text in python if "class ListedImages" in text]
+    (methods,) = [text for text in python if "NAdam" in text]
+    before, _, after = data.partition('if __name__ == "__main__":')
+    methods = "import torch, torchvision\n\n\n" + methods.replace("(Task)", "(MyTask)")
+    (clone / "my_train.py").write_text(f'{before}{methods}\nif __name__ == "__main__":{after}')
+    for part, name in (("train", "train.csv"), ("val", "test.csv")):
+        files = sorted(images.glob(f"{part}/*/*"))[:12]
+        rows = [f"{file},{number % 2}" for number, file in enumerate(files)]
+        (clone / name).write_text("\n".join(rows) + "\n")
+    save = "import torch, torchvision; m = torchvision.models.resnet18();"
+    run(f"python -c '{save} torch.save(m.state_dict(), \"resnet18.pt\")'", clone)
+    options = "--image-size 32 --batch-size 4 --epochs 1 --log-every-steps 1 --num-workers 1"
+    out = run(f"python my_train.py --checkpoint-dir runs/listed {options}", clone)
+    assert "Finished at step 3 of 3" in out
+    checkpoint = train_distributed.load_checkpoint(clone / "runs/listed/checkpoint_epoch_1.pt")
+    assert checkpoint["model"]["fc.weight"].shape == (2, 512)
+    assert checkpoint["spec"]["classes"] == ["cat", "dog"]
+
+
 def test_every_launcher_has_the_same_five_headings():
     guide = (REPO / "docs/LAUNCH_GUIDE.md").read_text()
     launchers = re.findall(r"(?m)^\| \[.*?\]\(#(.*?)\)", guide)

@@ -1371,6 +1371,14 @@ def test_a_rank_is_slow_if_it_delays_the_others_in_each_quarter(seconds, late):
     assert guard.find_slow_ranks(steps_of(*seconds, jitter=0.005), 0.05) == late
 
 
+def test_a_rank_that_is_late_in_every_second_step_is_slow():
+    """As with two loader workers that deliver their batches at the same time."""
+    for count in range(guard.MIN_STEPS, guard.MAX_STEPS + 1):
+        for pattern in ([0, 0.4], [0.4, 0]):
+            steps = steps_of(0, pattern, 0, jitter=0.005, count=count)
+            assert guard.find_slow_ranks(steps, 0.05) == {1}, count
+
+
 def test_ranks_with_unsteady_steps_are_not_slow():
     for size in (2, 3, 8, 64):
         steps = steps_of(*[0] * size, count=40, jitter=0.1)
@@ -1386,7 +1394,7 @@ def test_a_rank_is_named_when_late_twice_in_a_row_and_again_only_after_it_was_no
         notes = []
         for rank in range(3):
             steps = {}
-            for number in range(10 * interval + 1, 10 * interval + 11):
+            for number in range(20 * interval + 1, 20 * interval + 21):
                 late = 40_000_000 if rank == slow else 0
                 steps[str(number)] = [[number, 100_000_000 * number + late]]
             notes.append({"group": "gloo 0", "step_seconds": 0.1, "steps": steps})

@@ -38,13 +38,28 @@ def run(work, *command) -> str:
 
 def test_the_code_of_the_page_runs_in_order(work):
     pytest.importorskip("onnxruntime", reason="tests/run.sh installs it")
-    code = "\n".join(text for kind, text in blocks(PAGE) if kind == "python")
+    python = [text for kind, text in blocks(PAGE) if kind == "python"]
+    code = "\n".join(text for text in python if "photo.jpg" not in text)
     out = run(work, sys.executable, "-c", code + CHECK)
     assert len(re.findall(r"^\d \(\d+\.\d%\), correct: \d$", out, re.M)) == 8, out
     assert float(re.search(r"largest difference: (\S+)", out)[1]) < 1e-4
     record = (work / "runs/one/metrics.jsonl").read_text().splitlines()[-1]
     accuracy = float(re.search(r'"test_accuracy": ([\d.]+)', record)[1])
     assert f"accuracy {accuracy}\n" in out and "weights True\n" in out
+
+
+def test_an_image_file_is_prepared_as_for_the_evaluation(work, images):
+    options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=224", "--epochs=1"]
+    train(work / "runs/photos", 1, *options, "--batch-size=16", "--model=squeezenet1_1")
+    (photo,) = (images / "val/a").glob("0.jpg")
+    (work / "photo.jpg").write_bytes(photo.read_bytes())
+    (code,) = [text for _, text in blocks(PAGE) if "photo.jpg" in text]
+    before = "import torch\nfrom train_distributed import Task, load_model, parse_config\n"
+    before += "model = load_model('runs/photos/checkpoint_epoch_1.pt')\n"
+    check = f"_, test_set = Task().data(parse_config({options}))\n"
+    check += "print(logits.shape, torch.equal(image, test_set[0][0]))\n"
+    out = run(work, sys.executable, "-c", before + code + check)
+    assert out == "torch.Size([1, 3]) True\n"
 
 
 def test_the_command_that_evaluates_prints_the_metrics_of_the_training(work):

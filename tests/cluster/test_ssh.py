@@ -596,6 +596,21 @@ def test_a_spare_takes_the_place_of_a_host_that_cannot_be_reached(
     check(text, run, TWO_NODES)
 
 
+@pytest.mark.long
+def test_no_node_is_left_out_of_50_healthy_trainings(cluster, repo, tmp_path, options):
+    """A spare could take its place at once. The ranks are more than the cores."""
+    for number in range(50):
+        run = tmp_path / f"run{number}"
+        words = [AUTO, CONFIG, "3", "node01", "node02", *options, f"--checkpoint-dir={run}"]
+        env = {"NNODES": "1", "HANG_TIMEOUT": "10"}
+        code, text = cluster.on("login", "scripts/supervise.py", *words, cwd=repo, **env)
+        assert code == 0, text
+        (attempt,) = map(json.loads, (run / "attempts.jsonl").open())
+        print(f"training {number}: {attempt['cause']} at step {attempt['end_step']}")
+        assert attempt["cause"] == "finished" and attempt["hosts"] == ["node01"]
+        assert "left out" not in text and "node_left_out" not in str(attempt["events"])
+
+
 def test_hosts_in_excluded_nodes_are_not_used_unless_too_few_would_remain(cluster, repo, probe):
     words = [AUTO, CONFIG, "1", "node01", "node02"]
     for excluded, wanted, used in [
