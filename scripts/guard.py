@@ -91,7 +91,7 @@ RECORDERS = ["nccl", "nccl2", "nccl-lazy", "xccl", "gloo"]  # PyTorch's, from 2.
 MAX_COMPARED = 512  # ranks: rank 0 would wait too long for the notes and clocks of more
 WARM_UP_STEPS = 10  # optimizer steps that are not compared
 SLOW_SHARE = 0.05  # a slow rank delays the others by at least this share of a step
-MAX_STEPS = 40  # of each rank that are compared in an interval, at most
+MAX_STEPS = 64  # of each rank that are compared in an interval, at most
 STEPS_IN_A_ROW = 8  # these are chosen in runs of this length
 MIN_STEPS = 20  # fewer are kept until the next interval; a quarter needs several
 MAX_COLLECTIVES = 5  # of each step that are compared, at most
@@ -1420,7 +1420,10 @@ class SlowRankWatch:
         """Compare the ranks at each multiple of the interval: at the same time on all hosts."""
         with suppress(Exception):  # the store has ended; another call would only print warnings
             while not self.over.wait(interval - time.time() % interval):
-                note = arrivals(list(self.step_ends), self.size)
+                # Half an interval more, so that no step is left out.
+                since = time.time_ns() - int(1.5e9 * interval)
+                step_ends = [end for end in list(self.step_ends) if end > since]
+                note = arrivals(step_ends, self.size)
                 deadline = time.monotonic() + interval / 4
                 if self.rank == 0:
                     self.answer_pings(deadline)

@@ -1318,9 +1318,9 @@ SLOW_RANK = """step == 0 and time.sleep(1)  # until guard.py counts the optimize
 @pytest.mark.skipif(not RECORDS_GLOO, reason="needs PyTorch 2.8")
 def test_a_rank_that_is_late_in_each_step_is_named_once(tmp_path):
     script = write(tmp_path, fault=SLOW_RANK)
-    script.write_text(script.read_text().replace("range(20)", "range(60)"))
+    script.write_text(script.read_text().replace("range(20)", "range(100)"))
     events = tmp_path / "events"
-    result = run(3, script, env={"SLOW_RANK_INTERVAL": "1", "EVENTS_FILE": events})
+    result = run(3, script, env={"SLOW_RANK_INTERVAL": "2.5", "EVENTS_FILE": events})
     assert result.codes == [0, 0, 0], result.err
     assert "guard.py: WARNING: " not in result.err[1] + result.err[2]
     (line,) = [line for line in result.err[0].splitlines() if "WARNING: " in line]
