@@ -607,7 +607,7 @@ def test_no_node_is_left_out_of_50_healthy_trainings(cluster, repo, tmp_path, op
         assert code == 0, text
         (attempt,) = map(json.loads, (run / "attempts.jsonl").open())
         print(f"training {number}: {attempt['cause']} at step {attempt['end_step']}")
-        assert attempt["cause"] == "finished" and attempt["hosts"] == ["node01"]
+        assert attempt["cause"] == "finished", attempt
         assert "left out" not in text and "node_left_out" not in str(attempt["events"])
 
 
