@@ -1420,10 +1420,11 @@ class SlowRankWatch:
         """Compare the ranks at each multiple of the interval: at the same time on all hosts."""
         with suppress(Exception):  # the store has ended; another call would only print warnings
             while not self.over.wait(interval - time.time() % interval):
-                # Half an interval more, so that no step is left out.
+                # Half an interval more, and a few steps at least, so that no step is left out.
                 since = time.time_ns() - int(1.5e9 * interval)
-                step_ends = [end for end in list(self.step_ends) if end > since]
-                note = arrivals(step_ends, self.size)
+                step_ends = list(self.step_ends)
+                count = max(5, sum(end > since for end in step_ends))
+                note = arrivals(step_ends[-count:], self.size)
                 deadline = time.monotonic() + interval / 4
                 if self.rank == 0:
                     self.answer_pings(deadline)
