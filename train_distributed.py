@@ -921,9 +921,9 @@ class MicroBatchSampler:
             batch = cfg.global_batch_size
             size = largest_micro_batch(batch, ranks, cfg.batch_size)
             remedy = f"set --batch-size to {size}" if size else f"use at most {batch} ranks"
-            text = f"{ranks} ranks cannot share a batch of {batch} in micro-batches"
-            text = f"{text} of {cfg.batch_size}: {remedy}, or choose another --checkpoint-dir"
-            raise UserError(f"{text} for another global batch size")
+            text = f"a batch of {batch} cannot be divided into micro-batches of {cfg.batch_size}"
+            text = f"{text}, at least one per rank (ranks: {ranks}): {remedy}"
+            raise UserError(f"{text}, or choose another --checkpoint-dir for another global batch")
         steps, rest = divmod(samples, cfg.global_batch_size)
         if equal and (self.per_step % ranks or steps == 0):
             text = f"this loss needs equally many micro-batches on each of {ranks} ranks"

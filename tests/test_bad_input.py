@@ -81,17 +81,20 @@ def test_yaml_tags_are_not_executed(tmp_path):
     assert not canary.exists()
 
 
-def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny):
-    message = refuse(tmp_path / "r", *tiny, "--global-batch-size=20", ranks=2)
-    end = ", or choose another --checkpoint-dir for another global batch size"
-    text = "2 ranks cannot share a batch of 20 in micro-batches of 8: set --batch-size to 5"
-    assert message == text + end
-    message = refuse(tmp_path / "r", *tiny, "--global-batch-size=16", ranks=3)
-    text = "3 ranks cannot share a batch of 16 in micro-batches of 8: set --batch-size to 4"
-    assert message == text + end
-    message = refuse(tmp_path / "r", *tiny, "--global-batch-size=2", ranks=3)
-    text = "3 ranks cannot share a batch of 2 in micro-batches of 8: use at most 2 ranks"
-    assert message == text + end
+@pytest.mark.parametrize(
+    ("batch", "ranks", "remedy"),
+    [
+        (20, 2, "set --batch-size to 5"),
+        (16, 3, "set --batch-size to 4"),
+        (2, 3, "use at most 2 ranks"),
+    ],
+)
+def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny, batch, ranks, remedy):
+    message = refuse(tmp_path / "r", *tiny, f"--global-batch-size={batch}", ranks=ranks)
+    assert message == (
+        f"a batch of {batch} cannot be divided into micro-batches of 8, at least one per rank "
+        f"(ranks: {ranks}): {remedy}, or choose another --checkpoint-dir for another global batch"
+    )
 
 
 def test_an_unknown_model_is_named(tmp_path, tiny):
