@@ -1,4 +1,7 @@
-"""A stand-in for nvidia-smi, for machines without a GPU: its output has the same form."""
+"""A stand-in for nvidia-smi, for machines without a GPU: its output has the same form.
+
+It can have several GPUs, MIG, memory errors, a lost GPU, and calls that hang.
+"""
 
 import json
 import os
