@@ -59,7 +59,11 @@ def test_speed_compares_with_another_checkout(tmp_path):
 
 @pytest.mark.long
 def test_loader_is_compared_with_decoding_alone(tmp_path):
-    out = run(tmp_path, "loader.py", *"--files 128 --rounds 1 --workers 0 1".split())
+    words = "--files 128 --rounds 1 --workers 0 1 --alternatives"
+    out = run(tmp_path, "loader.py", *words.split())
+    assert "imagefolder: an epoch opens 128 files" in out
+    for name in ("torchvision.io.decode_jpeg", "batches of 256", "Parquet"):
+        assert re.search(rf"^\| .*{name} \| \d+ \| \d\.\d{{3}} ", out, re.M), out
     assert re.search(r"^\| decoding alone, the limit \| \d+ \| 1\.000 ", out, re.M), out
     assert re.search(r"^\| ours, 1 workers \| \d+ \| \d\.\d{3} ", out, re.M), out
 
