@@ -213,13 +213,12 @@ def alternatives(cfg, dataset, paths: list[str], directory: Path) -> dict:
     """Other ways to decode and to store the files: {name: a function that returns images/s}."""
     import torchvision
 
-    transforms = torchvision.transforms
-    of_tensors = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
-    crop_and_flip = transforms.Compose(of_tensors)
+    *crop_and_flip, _to_tensor = dataset.transform.transforms
+    transform = torchvision.transforms.Compose(crop_and_flip)
     rgb = torchvision.io.ImageReadMode.RGB
 
     def decode_jpeg(path: str) -> torch.Tensor:
-        return crop_and_flip(torchvision.io.decode_jpeg(torchvision.io.read_file(path), mode=rgb))
+        return transform(torchvision.io.decode_jpeg(torchvision.io.read_file(path), mode=rgb))
 
     def loader(data_set, workers: int = CORES, batch_size: int = cfg.batch_size) -> Loader:
         its_cfg = argparse.Namespace(**{**vars(cfg), "batch_size": batch_size})

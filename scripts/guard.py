@@ -1420,11 +1420,9 @@ class SlowRankWatch:
         """Compare the ranks at each multiple of the interval: at the same time on all hosts."""
         with suppress(Exception):  # the store has ended; another call would only print warnings
             while not self.over.wait(interval - time.time() % interval):
-                # Half an interval more, and a few steps at least, so that no step is left out.
-                since = time.time_ns() - int(1.5e9 * interval)
-                step_ends = list(self.step_ends)
-                count = max(5, sum(end > since for end in step_ends))
-                note = arrivals(step_ends[-count:], self.size)
+                # Half an interval more, so that no step is left out between two notes.
+                step_ends = recent_steps(list(self.step_ends), 1.5 * interval)
+                note = arrivals(step_ends, self.size)
                 deadline = time.monotonic() + interval / 4
                 if self.rank == 0:
                     self.answer_pings(deadline)
@@ -1559,6 +1557,13 @@ def clock_id() -> str:
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{HOST} {boot}"
+
+
+def recent_steps(step_ends: list[int], seconds: float) -> list[int]:
+    """Those of the last seconds, but at least five, for steps that take minutes."""
+    since = time.time_ns() - int(1e9 * seconds)
+    count = sum(end > since for end in step_ends)
+    return step_ends[-max(5, count) :]
 
 
 def arrivals(step_ends: list[int], size: int) -> dict:

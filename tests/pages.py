@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 BLOCK = re.compile(r"(?ms)^ *```(\w*)\n(.*?)^ *```$")  # indented ones are part of a list
+# Indented lines that are not commands.
+OUTPUT = re.compile(r"(guard|supervise)\.py: |(User|Port|ProxyJump) |import sys|sys\.path")
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -16,6 +18,22 @@ def commands(block: str) -> list[str]:
     """The commands of a block of bash, without comments; a backslash continues a line."""
     lines = re.sub(r"\\\n\s*", "", block).splitlines()
     return [command for line in lines if (command := re.sub(r"(^|\s+)#.*", "", line))]
+
+
+def commands_of(page: str) -> list[str]:
+    """Its commands: in blocks of bash, after a prompt `$ `, and indented by four spaces.
+
+    Without those after a prompt with a host, which cluster/test_guide.py runs.
+    """
+    page = re.sub(r"\\\n\s*", "", page)
+    found = []
+    for language, block in blocks(page):
+        if language == "bash":
+            found += [command.strip() for command in commands(block)]
+        elif language == "":
+            found += re.findall(r"(?m)^\$ (.*)", block)
+    indented = re.findall(r"(?m)^ {4}(?=\S)(.*)$", without_code(page))
+    return found + [line for line in commands("\n".join(indented)) if not OUTPUT.match(line)]
 
 
 def masked(text: str) -> list[str]:

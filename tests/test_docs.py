@@ -13,7 +13,17 @@ from operator import attrgetter
 
 import pytest
 from harness import LONG, REPO, copy_repository, wait_until, write_program
-from pages import anchors, blocks, broken_links, commands, difference, links, slug, without_code
+from pages import (
+    anchors,
+    blocks,
+    broken_links,
+    commands,
+    commands_of,
+    difference,
+    links,
+    slug,
+    without_code,
+)
 
 import train_distributed
 
@@ -30,8 +40,6 @@ NOT_HERE = {
 if not LONG:
     NOT_HERE["quickstart.sh"] = ".ci/run begins with it"
     NOT_HERE["runs/one"] = "other tests run the same every day"
-# Indented lines that are not commands.
-OUTPUT = re.compile(r"(guard|supervise)\.py: |(User|Port|ProxyJump) |import sys|sys\.path")
 WARNINGS_ALLOWED = {"python scripts/doctor.py": 1}  # its exit code if it has found anything
 
 
@@ -105,22 +113,6 @@ def test_the_commands_of_the_readme_print_what_it_shows(clone):
     assert ran >= 4
 
 
-def commands_of(page: str) -> list[str]:
-    """Its commands: in blocks of bash, after a prompt `$ `, and indented by four spaces.
-
-    Without those after a prompt with a host, which cluster/test_guide.py runs.
-    """
-    page = re.sub(r"\\\n\s*", "", page)
-    found = []
-    for language, block in blocks(page):
-        if language == "bash":
-            found += [command.strip() for command in commands(block)]
-        elif language == "":
-            found += re.findall(r"(?m)^\$ (.*)", block)
-    indented = re.findall(r"(?m)^ {4}(?=\S)(.*)$", without_code(page))
-    return found + [line for line in commands("\n".join(indented)) if not OUTPUT.match(line)]
-
-
 def test_each_command_of_the_documentation_runs_in_a_test_or_the_reason_is_given():
     text = (REPO / "tests/README.md").read_text()
     (section,) = re.findall(r"(?ms)^## Commands in the documentation\n(.*?)^## ", text)
@@ -154,6 +146,7 @@ def test_the_task_of_the_readme_learns(clone):
 def test_the_checks_of_troubleshooting_run(clone, monkeypatch):
     """As on the node of rank 0, while it listens."""
     programs = ("getent ", "timeout ", "hostname ", "ss ", "NCCL_DEBUG=WARN ", "torchrun ", "grep ")
+    programs += ("python scripts/doctor.py",)
     found = commands_of((REPO / "docs/TROUBLESHOOTING.md").read_text())
     (clone / "logs").mkdir(exist_ok=True)
     (clone / "logs/node_n01.log").write_text("RuntimeError: the first error\n")

@@ -1379,6 +1379,14 @@ def test_a_rank_that_is_late_in_every_second_step_is_slow():
             assert guard.find_slow_ranks(steps, 0.05) == {1}, count
 
 
+@pytest.mark.parametrize(("step_seconds", "count"), [(0.5, 180), (40, 5)])
+def test_no_step_is_left_out_between_two_comparisons(step_seconds, count):
+    """A note has the steps of one and a half intervals of 60 s, and at least five."""
+    now = time.time_ns()
+    ends = [now - int(1e9 * step_seconds * n) for n in reversed(range(400))]
+    assert guard.recent_steps(ends, 90) == ends[-count:]
+
+
 def test_ranks_with_unsteady_steps_are_not_slow():
     for size in (2, 3, 8, 64):
         steps = steps_of(*[0] * size, count=40, jitter=0.1)

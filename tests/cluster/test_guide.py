@@ -20,7 +20,7 @@ from harness import (
     write_program,
 )
 from hosts import HERE
-from pages import blocks, commands, difference
+from pages import blocks, commands, commands_of, difference
 
 REWRITE = "REWRITE_GUIDE" in os.environ
 GUIDE = REPO / "docs" / "LAUNCH_GUIDE.md"
@@ -127,22 +127,7 @@ def test_the_guide_shows_what_is_printed_and_all_end_with_the_same_weights(
         assert_same_state(state, expected)
 
 
-# Commands in blocks of bash, and why they do not run here.
-NOT_HERE = {
-    "salloc|srun .*(train_distributed|--pty)|bash run_": "another block runs a shorter one",
-    "sbatch .*--nodes=4|squeue|tail": "needs four nodes; other blocks have two",
-    "conda|pip install|CONDA_ENV": "needs the network; tests/test_launchers.py has a stand-in",
-    "tmux": "needs a terminal",
-}
-
-
-def test_the_commands_of_the_guide_run_or_cannot():
-    for language, block in blocks(GUIDE.read_text()):
-        for command in commands(block) if language == "bash" else ():
-            assert any(re.search(pattern, command) for pattern in NOT_HERE), command
-
-
-# The same for "Monitoring" in README.md.
+# Commands of "Monitoring" in README.md that do not run here, and why.
 NOT_MONITORED = {
     "sacct": "needs Slurm's accounting",
     "watch": "never ends",
@@ -184,9 +169,8 @@ def test_the_readme_shows_how_to_monitor_a_job(cluster, train_dir):
 def test_the_checks_of_troubleshooting_run_on_two_nodes(cluster, train_dir):
     """In an allocation; the nodes have neither PyTorch in their python3 nor nvidia-smi."""
     page = (REPO / "docs/TROUBLESHOOTING.md").read_text()
-    found = [command.strip() for _, text in blocks(page) for command in commands(text)]
     printed = ""
-    for command in found:
+    for command in commands_of(page):
         if command.startswith(("srun ", "ssh HOST")):
             words = ["--nodes=2", "--ntasks-per-node=2", "bash", "-c"]
             command = command.replace("HOST", "node02")
