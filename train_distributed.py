@@ -2056,10 +2056,16 @@ class Parser(argparse.ArgumentParser):
         return cfg
 
 
+def script_name() -> str:
+    """For example my_train.py: what was started, for help and error messages."""
+    return Path(sys.argv[0]).name
+
+
 def build_parser(task: Task | None = None) -> Parser:
     """The options, one per line. They are also the keys of a config file, with _ instead of -."""
+    started = sys.modules["__main__"]
     style = argparse.RawDescriptionHelpFormatter
-    parser = Parser("train_distributed.py", description=__doc__, formatter_class=style,
+    parser = Parser(script_name(), description=started.__doc__, formatter_class=style,
                     allow_abbrev=False)  # fmt: skip
     add = parser.add_argument
     switch = argparse.BooleanOptionalAction
@@ -2239,7 +2245,7 @@ def main(task: Task | None = None, argv: list[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if not is_launched_as_rank_0():
             time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
-        log(f"train_distributed.py: error: {error}", sys.stderr)
+        log(f"{script_name()}: error: {error}", sys.stderr)
         raise SystemExit(2) from error
     finally:
         faulthandler.cancel_dump_traceback_later()  # a script may go on after main()

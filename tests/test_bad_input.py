@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -402,6 +403,21 @@ def test_a_mistyped_option_is_one_sentence_on_the_command_line(tmp_path, command
     assert printed == 1 or (printed == 2 and len(command) > 3)  # rank 1 waits 2 s for rank 0
     assert result.stdout == "" and result.stderr.count("Error: ") <= 1  # torchrun's own
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("launcher", [[], [str(REPO / "scripts/guard.py")]])
+def test_an_own_script_shows_its_name_and_docstring(tmp_path, launcher):
+    script = tmp_path / "my_train.py"
+    script.write_text('"""Train my network."""\nfrom train_distributed import main\nmain()\n')
+    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+
+    def run(option: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, *launcher, str(script), option]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+
+    printed = run("--help").stdout
+    assert printed.startswith("usage: my_train.py ") and "\nTrain my network.\n" in printed
+    assert run("--epochs=0").stderr.startswith("my_train.py: error: argument --epochs: 0 is not")
 
 
 @pytest.mark.parametrize("file", ["checkpoint_epoch_2.pt", "config.yaml"])
