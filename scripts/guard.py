@@ -742,9 +742,10 @@ def find_differences(infos: list[dict | None]):
         known = [infos[rank]["gpu"] for rank in ranks if infos[rank]["gpu"]]
         gpus = set(known) - {"none"}
         if len(gpus) < len(known):
+            plural = "" if len(gpus) == 1 else "s"
             yield (
                 f"Duplicate GPU detected: on {host}, ranks {format_ranges(ranks)} share "
-                f"{len(gpus)} visible GPUs: start as many processes as there are GPUs "
+                f"{len(gpus)} visible GPU{plural}: start as many processes as there are GPUs "
                 "(or set GUARD=0 if this is intended)"
             )
 

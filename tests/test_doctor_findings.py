@@ -151,7 +151,7 @@ def test_two_ranks_on_one_device(monkeypatch):
     rank.compare_ranks([info, info])
     (text,) = found([vars(finding) for finding in rank.findings], "FAIL")
     assert text.startswith(
-        ": same everywhere: Duplicate GPU detected: on n1, ranks 0-1 share 1 visible GPUs: "
+        ": same everywhere: Duplicate GPU detected: on n1, ranks 0-1 share 1 visible GPU: "
     )
 
 
