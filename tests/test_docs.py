@@ -3,16 +3,18 @@
 import json
 import os
 import re
-import shutil
+import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
-from harness import LONG, REPO, copy_repository, wait_until, write_program
+import torch
+from harness import LONG, REPO, copy_repository, processes_by_kind, wait_until, write_program
 from pages import (
     anchors,
     blocks,
@@ -173,25 +175,38 @@ def test_a_run_is_replayed_as_the_guide_says(clone):
     assert "Equal: 2 records, from step 15 to step 20" in printed[-1]
 
 
-def test_the_script_that_stops_and_resumes_as_the_guide_says(clone):
-    page = blocks((REPO / "docs/FAULT_TOLERANCE.md").read_text())
-    code = "\n\n".join(text for language, text in page if language == "python")
-    (clone / "my_train.py").write_text(code)
+def test_a_script_of_your_own_stops_restarts_and_ends_with_the_same_weights(clone, monkeypatch):
+    """The command of the guide: undisturbed, and with a request to stop and a killed rank."""
     found = commands_of((REPO / "docs/FAULT_TOLERANCE.md").read_text())
-    (command,) = [line for line in found if line.endswith("my_train.py")]
-    run_directory = clone / "runs/mine"
-    shutil.rmtree(run_directory, ignore_errors=True)
+    (command,) = [line for line in found if "examples/own_script.py" in line]
+    command += " --epochs 25 --save-every 20"
+    run(command.replace("runs/own", "runs/own_undisturbed"), clone)
+    directory = clone / "runs/own"
+    checkpoint = directory / "checkpoint.pt"
+    monkeypatch.setenv("MARK", str(clone))
     with ThreadPoolExecutor() as pool:
         first = pool.submit(run, command, clone)
-        wait_until(run_directory.exists, "it has not started")
-        (run_directory / "STOP").touch()
-        assert f"supervise.py: stopped (STOP file); to resume: {command}" in first.result()
-    (run_directory / "STOP").unlink()
-    run(command, clone)
-    records = [json.loads(line) for line in (run_directory / "attempts.jsonl").open()]
-    assert [record["cause"] for record in records] == ["stopped", "finished"]
-    assert [record["end_step"] for record in records][1:] == [300]
-    assert records[0]["end_step"] == records[1]["start_step"] < 300
+        wait_until(checkpoint.exists, "it has not saved")
+        (directory / "STOP").touch()
+        assert f"supervise.py: stopped (stop requested); to resume: {command}" in first.result()
+        stopped_at = step_of(checkpoint)
+        second = pool.submit(run, command, clone)
+        wait_until(lambda: step_of(checkpoint) > stopped_at, "it has not resumed")
+        (rank,) = processes_by_kind("MARK", clone)["rank 1"]
+        os.kill(rank, signal.SIGKILL)
+        assert "killed" in second.result()
+    records = [json.loads(line) for line in (directory / "attempts.jsonl").open()]
+    assert [record["cause"] for record in records] == ["stopped", "killed", "finished"]
+    assert records[0]["end_step"] == records[1]["start_step"] == stopped_at
+    assert records[2]["start_step"] == records[1]["saved_step"] > stopped_at
+    whole = torch.load(clone / "runs/own_undisturbed/checkpoint.pt", weights_only=True)
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["step"] == whole["step"] == 1250
+    assert all(torch.equal(state["model"][name], whole["model"][name]) for name in whole["model"])
+
+
+def step_of(checkpoint: Path) -> int:
+    return torch.load(checkpoint, weights_only=True)["step"]
 
 
 def test_the_example_of_a_model_and_data_of_your_own(clone):

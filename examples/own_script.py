@@ -1,0 +1,155 @@
+"""A script without Task: plain DDP that stops, resumes and restarts under the launchers.
+
+    torchrun --standalone --nproc-per-node 2 scripts/guard.py examples/own_script.py
+    scripts/supervise.py torchrun --standalone --nproc-per-node 2 scripts/guard.py \
+        examples/own_script.py --checkpoint-dir runs/supervised
+    TRAIN_SCRIPT=examples/own_script.py sbatch --nodes=2 run_distributed.slurm \
+        configs/default_config.yaml --checkpoint-dir runs/slurm
+
+What a script of your own needs: it resumes from its last checkpoint, and accepts --config. To stop
+without losing steps, it needs stop_requested() and write_status(), too. scripts/supervise.py reads
+the status to tell a run that has finished from one that was stopped, and how far a crash came.
+"""
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+BEGAN = time.time()
+SIGNALS = []  # that have been received
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", help="the launchers pass it; this script reads no file")
+    parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/own_script"))
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    return parser.parse_args()
+
+
+def setup_distributed() -> torch.device:
+    """torchrun, or guard.py under srun, has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(5000, 20, generator=generator)
+    labels = inputs[:, :3].argmax(dim=1)
+    return TensorDataset(inputs, labels)
+
+
+def stop_requested(run: Path, device: torch.device) -> bool:
+    """Collective: the same answer on all ranks, so that all of them leave after the same step."""
+    files = [run / "STOP", Path(os.environ.get("STOP_FILE", run / "STOP"))]
+    requested = bool(SIGNALS) or any(file.exists() for file in files)
+    flag = torch.tensor(float(requested), device=device)
+    dist.all_reduce(flag)
+    return flag.item() > 0
+
+
+def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Rank 0. Written to another name first, so that a crash leaves the previous checkpoint."""
+    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """All ranks. Returns the step of the checkpoint, 0 if there is none."""
+    if not path.exists():
+        return 0
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+def write_status(run: Path, state: str, start_step: int, saved_step: int) -> None:
+    """Rank 0, at the start, after each save and at the end. state: running, stopped, finished."""
+    status = {
+        "state": state,
+        "reason": "stop requested" if state == "stopped" else "",
+        "run_dir": str(run.resolve()),
+        "start_step": start_step,
+        "global_step": saved_step,
+        "saved_step": saved_step,
+        "world_size": dist.get_world_size(),
+        "began": BEGAN,
+        "time": time.time(),
+    }
+    Path(os.environ.get("STATUS_FILE", os.devnull)).write_text(json.dumps(status))
+
+
+def remaining_batches(loader: DataLoader, start_step: int, epochs: int):
+    """(number of the step, its batch) of this rank, without those before the restart."""
+    first_epoch = start_step // len(loader)
+    step = first_epoch * len(loader)
+    for epoch in range(first_epoch, epochs):
+        loader.sampler.set_epoch(epoch)  # another order in each epoch
+        for batch in loader:
+            step += 1
+            if step > start_step:
+                yield step, batch
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    is_main = dist.get_rank() == 0
+    run = args.checkpoint_dir
+    run.mkdir(parents=True, exist_ok=True)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    start_step = load(run / "checkpoint.pt", model, optimizer)
+    ddp = DistributedDataParallel(model)
+    data = make_data()
+    loader = DataLoader(data, batch_size=50, sampler=DistributedSampler(data))
+    last_step = args.epochs * len(loader)
+
+    if is_main:
+        write_status(run, "running", start_step, start_step)
+    step = start_step
+    for step, (inputs, labels) in remaining_batches(loader, start_step, args.epochs):
+        loss = nn.functional.cross_entropy(ddp(inputs.to(device)), labels.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        stop = step % 10 == 0 and stop_requested(run, device)
+        if is_main and (stop or step == last_step or step % args.save_every == 0):
+            save(run / "checkpoint.pt", step, model, optimizer)
+            write_status(run, "running", start_step, step)
+            print(f"step {step} of {last_step}: loss {loss.item():.4f}, saved", flush=True)
+        if stop:
+            break
+    if is_main:
+        (run / "STOP").unlink(missing_ok=True)
+        write_status(run, "finished" if step == last_step else "stopped", start_step, step)
+
+
+def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda received, frame: SIGNALS.append(received))
+    args = parse_args()
+    device = setup_distributed()
+    train(args, device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
