@@ -6,9 +6,10 @@
     TRAIN_SCRIPT=examples/own_script.py sbatch --nodes=2 run_distributed.slurm \
         configs/default_config.yaml --checkpoint-dir runs/slurm
 
-What a script of your own needs: it resumes from its last checkpoint, and accepts --config. To stop
-without losing steps, it needs stop_requested() and write_status(), too. scripts/supervise.py reads
-the status to tell a run that has finished from one that was stopped, and how far a crash came.
+A script of your own must resume from its last checkpoint, and accept --config and
+--distributed-backend. To stop without losing steps, it also needs stop_requested() and
+write_status(): scripts/supervise.py reads from the status whether the run has finished, and how
+far it came before a crash.
 """
 
 import argparse
@@ -31,19 +32,20 @@ SIGNALS = []  # that have been received
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="the launchers pass it; this script reads no file")
+    parser.add_argument("--distributed-backend", help="the launchers pass it if BACKEND is set")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/own_script"))
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     return parser.parse_args()
 
 
-def setup_distributed() -> torch.device:
+def setup_distributed(backend: str | None) -> torch.device:
     """torchrun, or guard.py under srun, has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
     return device
 
 
@@ -146,7 +148,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda received, frame: SIGNALS.append(received))
     args = parse_args()
-    device = setup_distributed()
+    device = setup_distributed(args.distributed_backend)
     train(args, device)
     dist.destroy_process_group()
 
