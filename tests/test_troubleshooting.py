@@ -6,7 +6,6 @@ from harness import REPO
 from pages import slug, without_code
 
 PAGE = (REPO / "docs/TROUBLESHOOTING.md").read_text()
-MESSAGES = (REPO / "docs/MESSAGES.md").read_text()
 COMMON = [
     "Connection timeout: unable to initialize distributed",
     "Cannot connect to master node",
@@ -69,10 +68,3 @@ def test_the_index_has_words_of_each_heading_that_is_an_error():
         heading = " ".join(re.findall(r"`([^`]+)`", name))
         words = [text for text, anchor in links if anchor == slug(name)]
         assert not heading or any(text in heading for text in words), name
-
-
-def test_the_index_leads_to_each_section_of_our_messages():
-    parts = re.split(r"(?m)^##+ (.+)$", without_code(MESSAGES))[1:]
-    with_messages = [title for title, text in zip(parts[::2], parts[1::2]) if "| --- |" in text]
-    targets = re.findall(r"\]\(MESSAGES\.md#(.+?)\)", INDEX)
-    assert sorted(targets) == sorted(slug(title) for title in with_messages)
