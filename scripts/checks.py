@@ -470,13 +470,13 @@ def launch_script(path: Path):
                 options[name] = (value, number)
         elif line.strip() and not line.startswith("#"):
             in_body = True
-    if starts_workers(lines):
+    if starts_ranks(lines):
         yield from too_many_tasks(path, options)
     yield from too_few_gpus(path, options)
     yield from missing_folders(path, options)
 
 
-def starts_workers(lines: list[str]) -> bool:
+def starts_ranks(lines: list[str]) -> bool:
     """Whether a command calls torchrun, which starts one process per GPU."""
     starter = re.compile(r"\btorchrun\b|torch\.distributed\.(run|launch)|cluster_train\.sh")
     for line in lines:
@@ -489,7 +489,7 @@ def starts_workers(lines: list[str]) -> bool:
 def too_many_tasks(path: Path, options: dict[str, tuple[str, int]]):
     tasks, number = options.get("ntasks-per-node", ("1", 0))
     if tasks != "1":
-        text = f"--ntasks-per-node={tasks}, but torchrun starts the workers of a node itself"
+        text = f"--ntasks-per-node={tasks}, but torchrun starts the ranks of a node itself"
         remedy = "set --ntasks-per-node=1"
         yield Finding("WARN", "launch scripts", text, remedy, f"{path.name}:{number}")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks this node with scripts/preflight.py, then starts its workers with torchrun and scripts/guard.py,
+# Checks this node with scripts/preflight.py, then starts its ranks with torchrun and scripts/guard.py,
 # one per GPU. The launchers call it once per node. Arguments that are left out come from Slurm or PBS.
 #
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
@@ -8,7 +8,7 @@
 # written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
-#   NPROC_PER_NODE  workers on this node                          [Slurm's GPUs, visible GPUs, or 1]
+#   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
 #   LOG_LEVEL       torchrun's; DEBUG also tests PyTorch first and makes NCCL verbose  [WARNING]
 #   RANK_PREFIX     1: each line begins with host and rank; one file per rank in LOG_DIR  []
@@ -65,12 +65,12 @@ node_rank_among() {
   fail "this host is not one of: ${*:-none}. Give node_rank"
 }
 
-# run_workers COMMAND...: runs torchrun until it exits. Stop signals are forwarded to its workers, which
+# run_ranks COMMAND...: runs torchrun until it exits. Stop signals are forwarded to its ranks, which
 # save and exit, so torchrun exits without an error. A later SIGINT kills them; a later SIGTERM does not,
 # because Slurm sends it twice in quick succession when it ends a job.
-run_workers() {
+run_ranks() {
   local status=0 alone=()
-  child="" stop_received="" workers_signaled=""
+  child="" stop_received="" ranks_signaled=""
   # In a new session, so that Ctrl-C does not reach torchrun; stopped if this shell dies.
   if setpriv --pdeathsig TERM true 2>/dev/null; then
     alone=(setpriv --pdeathsig TERM)
@@ -80,7 +80,7 @@ run_workers() {
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
   trap stop HUP TERM USR1 USR2
   trap 'echo "stopping: all ranks save and exit; press Ctrl-C again to kill them"; stop' INT
-  # Slurm may send these two signals to torchrun as well: it would die and leave its workers running.
+  # Slurm may send these two signals to torchrun as well: it would die and leave its ranks running.
   (trap '' USR1 USR2 && exec "${alone[@]}" "$@") &
   child=$!
   [[ -z "$stop_received" ]] || stop
@@ -99,8 +99,8 @@ stop() {
   fi
   trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' INT
   if pkill -TERM -P "$child"; then
-    workers_signaled=1
-  elif [[ -z "$workers_signaled" ]]; then # no workers yet: nothing to save
+    ranks_signaled=1
+  elif [[ -z "$ranks_signaled" ]]; then # no ranks yet: nothing to save
     kill -KILL "$child" || true
   fi
 }
@@ -148,11 +148,11 @@ main() {
   NPROC_PER_NODE="${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
   [[ "$NPROC_PER_NODE" =~ ^([1-9][0-9]*)?$ ]] || fail "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number"
   ((${#NPROC_PER_NODE} <= 4 && NPROC_PER_NODE <= 1024)) ||
-    fail "NPROC_PER_NODE is $NPROC_PER_NODE, more than 1024 workers on a node"
+    fail "NPROC_PER_NODE is $NPROC_PER_NODE, more than 1024 ranks on a node"
   local where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$master" --master-port "$port")
   local what=(--config "$config" ${BACKEND:+--distributed-backend "$BACKEND"} "$@") gpus=0
   if [[ -n "$DRY_RUN" ]]; then
-    NPROC_PER_NODE="${NPROC_PER_NODE:-gpu}" # torchrun's word for one worker per GPU
+    NPROC_PER_NODE="${NPROC_PER_NODE:-gpu}" # torchrun's word for one rank per GPU
   else
     gpus="$("${python[@]}" scripts/preflight.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
       "$TRAIN_SCRIPT" "${what[@]}")" || exit 2
@@ -177,13 +177,13 @@ main() {
   echo "\$$(printf ' %q' "${command[@]}")" # one write, because other nodes print too
   [[ -z "$DRY_RUN" ]] || exit 0
 
-  # CPU threads: this node's cores, divided among the workers. PBS sets the variable to NCPUS, for one process.
+  # CPU threads: this node's cores, divided among the ranks. PBS sets the variable to NCPUS, for one process.
   local cores
   [[ -z "${PBS_JOBID:-}" || "${OMP_NUM_THREADS:-}" != "${NCPUS:-}" ]] || unset OMP_NUM_THREADS
   cores="$(nproc)" # this too would read OMP_NUM_THREADS
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC_PER_NODE ? cores / NPROC_PER_NODE : 1))}"
   export LOGLEVEL="$LOG_LEVEL"
-  # If SIGTERM also reaches torchrun, it kills its workers after 30 s: too soon for a large checkpoint.
+  # If SIGTERM also reaches torchrun, it kills its ranks after 30 s: too soon for a large checkpoint.
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -191,7 +191,7 @@ main() {
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
-  # tee ignores signals: it must run until the workers have written their last lines.
+  # tee ignores signals: it must run until the ranks have written their last lines.
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
   local tee=$! status=0 kills
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
@@ -201,7 +201,7 @@ dist.barrier()
 print("PyTorch distributed works")' || echo "cluster_train.sh: error: PyTorch distributed does not work on $(hostname)"
   fi
   kills="$(oom_kills)"
-  run_workers "${command[@]}" || status=$?
+  run_ranks "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
   if ((status > 0 && $(oom_kills) > kills)); then
     report_failure "out of memory" "the kernel killed a process because the node ran out of memory"

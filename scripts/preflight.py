@@ -59,8 +59,8 @@ def main() -> None:
     request = read_request(args.arguments)
     check_packages(args.script)
     gpu_count = count_gpus()
-    workers = args.nproc_per_node or gpu_count or 1
-    check_backend(request, workers, gpu_count)
+    ranks = args.nproc_per_node or gpu_count or 1
+    check_backend(request, ranks, gpu_count)
     if args.master_addr and args.master_port:
         check_master(args)
     if re.search(r"\bbf16\b", request) and not gpu_count:
@@ -88,7 +88,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--node-rank", type=int, default=0)
     add("--master-addr", help="the host of node rank 0")
     add("--master-port", type=int)
-    add("--nproc-per-node", type=int, default=0, help="workers; 0: one per GPU, or 1 [0]")
+    add("--nproc-per-node", type=int, default=0, help="ranks; 0: one per GPU, or 1 [0]")
     add("script", metavar="SCRIPT", help="the training script")
     add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
     return parser.parse_args(argv)
@@ -113,15 +113,15 @@ def check_packages(script: str) -> None:
         refuse(f"{sys.executable} has no {', '.join(missing)}: {remedy}")
 
 
-def check_backend(request: str, workers: int, gpu_count: int) -> None:
-    """nccl, the default where there are GPUs, needs a GPU for each worker."""
+def check_backend(request: str, ranks: int, gpu_count: int) -> None:
+    """nccl, the default where there are GPUs, needs a GPU for each rank."""
     backends = re.findall(r"\b(nccl|gloo)\b", request)
     backend = "nccl" if gpu_count else "gloo"
     if backends:
         backend = backends[-1]
-    if backend == "nccl" and gpu_count < workers:
+    if backend == "nccl" and gpu_count < ranks:
         remedy = "request GPUs, or set BACKEND=gloo"
-        refuse(f"{workers} workers for nccl, but {gpu_count} visible GPUs: {remedy}")
+        refuse(f"{ranks} ranks for nccl, but {gpu_count} visible GPUs: {remedy}")
 
 
 def count_gpus() -> int:

@@ -39,7 +39,7 @@ elif [[ -z "${PYTHON:-}" && -x .venv/bin/python ]]; then
 fi
 python=("${PYTHON:-python3}")
 
-# ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the workers in that image. Apptainer itself reads
+# ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the ranks in that image. Apptainer itself reads
 # APPTAINER_BIND=/data,/scratch, for more directories than this repository.
 if [[ -n "${APPTAINER_IMAGE:-}" ]]; then
   "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null ||

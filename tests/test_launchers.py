@@ -220,12 +220,12 @@ def test_dry_run_in_a_container_only_prints():
     assert "--nproc-per-node gpu" in text
 
 
-@pytest.mark.parametrize(("workers", "code"), [("1024", 0), ("1025", 2), ("9" * 22, 2)])
-def test_an_absurd_number_of_workers_is_refused(workers, code):
+@pytest.mark.parametrize(("ranks", "code"), [("1024", 0), ("1025", 2), ("9" * 22, 2)])
+def test_an_absurd_number_of_ranks_is_refused(ranks, code):
     launcher = "scripts/ssh/launch_singlenode.sh"
-    found, text = dry_run(launcher, "configs/default_config.yaml", workers)
+    found, text = dry_run(launcher, "configs/default_config.yaml", ranks)
     assert found == code, text
-    assert code == 0 or f"NPROC_PER_NODE is {workers}, more than 1024 workers on a node" in text
+    assert code == 0 or f"NPROC_PER_NODE is {ranks}, more than 1024 ranks on a node" in text
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
     assert json.loads(failure.read_text())["cause"] == "out of memory"
 
 
-def test_workers_run_in_a_container(tmp_path):
+def test_ranks_run_in_a_container(tmp_path):
     """With a stand-in for Apptainer, which is in no package registry."""
     apptainer, script = tmp_path / "apptainer", tmp_path / "my_train.py"
     words = '"$1 $2 $3 $4 $5 $6" == "exec --nv --bind $PWD /shared/my image.sif python3"'

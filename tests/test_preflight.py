@@ -69,7 +69,7 @@ def test_a_node_without_gpus_passes_and_pytorch_is_not_imported(check, no_torch)
 def test_without_a_master_the_rest_is_checked(check):
     assert check("my_train.py", "--nnodes=3") == (0, "0\n", "")
     code, _, error = check("--nproc-per-node=2", "my_train.py", "--backend=nccl")
-    assert code == 2 and "2 workers for nccl" in error
+    assert code == 2 and "2 ranks for nccl" in error
 
 
 def test_missing_packages(check):
@@ -114,7 +114,7 @@ def test_too_few_gpus_for_nccl(check, tmp_path, config, arguments, refused):
     words = ["--nproc-per-node=4", "train_distributed.py", f"--config={file}", *arguments]
     code, _, error = check(*words)
     assert code == 2 * refused
-    assert not refused or "4 workers for nccl, but 0 visible GPUs: request GPUs" in error
+    assert not refused or "4 ranks for nccl, but 0 visible GPUs: request GPUs" in error
 
 
 def test_an_unknown_master(check):
@@ -190,7 +190,7 @@ def test_a_kernel_without_ipv6(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("words", "warning"),
     [
-        (["--nproc-per-node=2", "x.py", "--backend=nccl"], "2 workers for nccl, but 0 visible"),
+        (["--nproc-per-node=2", "x.py", "--backend=nccl"], "2 ranks for nccl, but 0 visible"),
         ([*where(1, "no-such-host.invalid", 29400), "x.py"], "master no-such-host.invalid is"),
         ([*where(0, "192.0.2.1", 29400), "x.py"], "node rank 0 is here, but master 192.0.2.1"),
         ([*where(1, "localhost", 29400), "x.py"], "which is this node itself"),

@@ -127,7 +127,7 @@ main() {
     trap end EXIT
     trap exit INT
     (umask 077 && mkdir -p "$directory")
-    trap '' TERM # qdel sends it to each node.py as well, so the workers save and stop
+    trap '' TERM # qdel sends it to each node.py as well, so the ranks save and stop
   fi
   for rank in "${!hosts[@]}"; do
     # PBS lists a host once per slot; pbsdsh takes the number of a slot.

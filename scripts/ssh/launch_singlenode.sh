@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on this machine with one worker per GPU.
+# Trains on this machine with one rank per GPU.
 #
 # Usage: scripts/ssh/launch_singlenode.sh CONFIG GPUS [options of train_distributed.py]
 #

@@ -7,7 +7,7 @@ COMMAND ...` prints on the launcher's host. Later `stop`: the command should sav
 command has exited, all processes that it left behind are killed: those with ON_NODE=ID in their
 environment.
 If node.py is killed, the same happens END_SECONDS later: a PBS job ends with SIGKILL to node.py's
-session only, and torchrun's workers have sessions of their own.
+session only, and torchrun's ranks have sessions of their own.
 Exit code: the command's; 128 + N if signal N killed it.
 """
 

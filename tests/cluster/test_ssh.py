@@ -831,7 +831,7 @@ def test_the_smoke_test_says_why_it_fails(cluster, repo):
     code, text = cluster.on("node01", "scripts/test_distributed.sh", cwd=repo, BACKEND="nccl")
     assert code == 1
     last = text.splitlines()[-1]
-    assert re.match(r"FAIL: .*error: node01: 2 workers for nccl, but 0 visible GPUs", last), text
+    assert re.match(r"FAIL: .*error: node01: 2 ranks for nccl, but 0 visible GPUs", last), text
 
 
 @pytest.mark.long
