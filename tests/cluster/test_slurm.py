@@ -307,6 +307,15 @@ def test_tasks_of_an_array_are_requeued_one_by_one(cluster, repo, tmp_path, tiny
     assert causes == ["stopped", "stopped"]
 
 
+def test_an_allocation_with_fewer_cores_than_ranks_is_refused_at_once(cluster, repo, tmp_path):
+    """salloc gives one core per task, and one task per node; srun would refuse three attempts."""
+    words = ["salloc", "--nodes=1", "--gpus-per-node=2", "bash", "slurm_train_multinode.sh"]
+    options = ["configs/default_config.yaml", f"--checkpoint-dir={tmp_path}/run"]
+    code, text = cluster.on("login", *words, *options, cwd=repo)
+    error = "the job has too few cores on a node (1) for 2 ranks: request --ntasks-per-node=2"
+    assert code == 2 and text.count(error) == 1 and "Restart" not in text, text
+
+
 @pytest.mark.parametrize(
     "launcher", [LAUNCHERS[0], pytest.param(LAUNCHERS[1], marks=pytest.mark.long)]
 )
