@@ -34,13 +34,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--config", help="the launchers pass it; this script reads no file")
     parser.add_argument("--distributed-backend", help="the launchers pass it if BACKEND is set")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/own_script"))
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--global-batch-size", type=int, default=96, help="samples per step")
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     return parser.parse_args()
 
 
 def setup_distributed(backend: str | None) -> torch.device:
     """torchrun, or guard.py under srun, has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR."""
+    if "RANK" not in os.environ:
+        raise SystemExit("Start this script with torchrun, as shown at its top.")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -82,20 +85,33 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return state["step"]
 
 
-def write_status(run: Path, state: str, start_step: int, saved_step: int) -> None:
-    """Rank 0, at the start, after each save and at the end. state: running, stopped, finished."""
+def write_status(run: Path, state: str, start_step: int, step: int, saved_step: int) -> None:
+    """Rank 0, at the start, every few steps and at the end. state: running, stopped, finished."""
+    if "STATUS_FILE" not in os.environ:  # not under supervise.py
+        return
     status = {
         "state": state,
         "reason": "stop requested" if state == "stopped" else "",
         "run_dir": str(run.resolve()),
         "start_step": start_step,
-        "global_step": saved_step,
+        "global_step": step,
         "saved_step": saved_step,
         "world_size": dist.get_world_size(),
         "began": BEGAN,
         "time": time.time(),
     }
-    Path(os.environ.get("STATUS_FILE", os.devnull)).write_text(json.dumps(status))
+    path = os.environ["STATUS_FILE"]
+    Path(f"{path}.tmp").write_text(json.dumps(status))
+    os.replace(f"{path}.tmp", path)
+
+
+def get_loader(data: TensorDataset, global_batch_size: int) -> DataLoader:
+    """Step by step, any number of ranks that divides the global batch gets the same samples."""
+    ranks = dist.get_world_size()
+    if global_batch_size % ranks != 0:
+        raise SystemExit(f"--global-batch-size {global_batch_size} is no multiple of {ranks} ranks")
+    sampler = DistributedSampler(data, drop_last=True)
+    return DataLoader(data, global_batch_size // ranks, sampler=sampler, drop_last=True)
 
 
 def remaining_batches(loader: DataLoader, start_step: int, epochs: int):
@@ -120,13 +136,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     start_step = load(run / "checkpoint.pt", model, optimizer)
     ddp = DistributedDataParallel(model)
-    data = make_data()
-    loader = DataLoader(data, batch_size=50, sampler=DistributedSampler(data))
+    loader = get_loader(make_data(), args.global_batch_size)
     last_step = args.epochs * len(loader)
 
+    step = saved_step = start_step
     if is_main:
-        write_status(run, "running", start_step, start_step)
-    step = start_step
+        print(f"starts at step {start_step} of {last_step}", flush=True)
+        write_status(run, "running", start_step, step, saved_step)
     for step, (inputs, labels) in remaining_batches(loader, start_step, args.epochs):
         loss = nn.functional.cross_entropy(ddp(inputs.to(device)), labels.to(device))
         optimizer.zero_grad()
@@ -135,13 +151,16 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         stop = step % 10 == 0 and stop_requested(run, device)
         if is_main and (stop or step == last_step or step % args.save_every == 0):
             save(run / "checkpoint.pt", step, model, optimizer)
-            write_status(run, "running", start_step, step)
+            saved_step = step
             print(f"step {step} of {last_step}: loss {loss.item():.4f}, saved", flush=True)
+        if is_main and step % 10 == 0:
+            write_status(run, "running", start_step, step, saved_step)
         if stop:
             break
     if is_main:
         (run / "STOP").unlink(missing_ok=True)
-        write_status(run, "finished" if step == last_step else "stopped", start_step, step)
+        state = "finished" if step >= last_step else "stopped"
+        write_status(run, state, start_step, step, saved_step)
 
 
 def main() -> None:

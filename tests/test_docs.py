@@ -201,7 +201,7 @@ def test_a_script_of_your_own_stops_restarts_and_ends_with_the_same_weights(clon
     assert records[2]["start_step"] == records[1]["saved_step"] > stopped_at
     whole = torch.load(clone / "runs/own_undisturbed/checkpoint.pt", weights_only=True)
     state = torch.load(checkpoint, weights_only=True)
-    assert state["step"] == whole["step"] == 1250
+    assert state["step"] == whole["step"] == 1300
     assert all(torch.equal(state["model"][name], whole["model"][name]) for name in whole["model"])
 
 
@@ -225,17 +225,21 @@ def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(cl
     (methods,) = [text for text in python if "NAdam" in text]
     before, _, after = data.partition('if __name__ == "__main__":')
     methods = "import torch, torchvision\n\n\n" + methods.replace("(Task)", "(MyTask)")
-    (clone / "my_train.py").write_text(f'{before}{methods}\nif __name__ == "__main__":{after}')
+    (clone / "my_train.py").write_text(data)
     for part, name in (("train", "train.csv"), ("val", "test.csv")):
         files = sorted(images.glob(f"{part}/*/*"))[:12]
         rows = [f"{file},{number % 2}" for number, file in enumerate(files)]
         (clone / name).write_text("\n".join(rows) + "\n")
+    options = "--image-size 32 --batch-size 4 --epochs 1 --log-every-steps 1 --num-workers 1"
+    found = commands_of((REPO / "docs/MAKE_IT_YOURS.md").read_text())
+    (command,) = [line for line in found if "--model resnet18" in line]
+    assert "Stopped at step 1 of 3" in run(f"{command} {options} --stop-at-step 1", clone)
+    (clone / "my_train.py").write_text(f'{before}{methods}\nif __name__ == "__main__":{after}')
     save = "import torch, torchvision; m = torchvision.models.resnet18();"
     run(f"python -c '{save} torch.save(m.state_dict(), \"resnet18.pt\")'", clone)
-    options = "--image-size 32 --batch-size 4 --epochs 1 --log-every-steps 1 --num-workers 1"
-    out = run(f"python my_train.py --checkpoint-dir runs/listed {options}", clone)
+    out = run(f"python my_train.py --checkpoint-dir runs/weights {options}", clone)
     assert "Finished at step 3 of 3" in out
-    checkpoint = train_distributed.load_checkpoint(clone / "runs/listed/checkpoint_epoch_1.pt")
+    checkpoint = train_distributed.load_checkpoint(clone / "runs/weights/checkpoint_epoch_1.pt")
     assert checkpoint["model"]["fc.weight"].shape == (2, 512)
     assert checkpoint["spec"]["classes"] == ["cat", "dog"]
 

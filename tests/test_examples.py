@@ -29,6 +29,7 @@ from examples import (
     image_folder,
     language_model,
     own_model,
+    own_script,
     regression,
     segmentation,
     simclr,
@@ -256,6 +257,25 @@ def test_an_example_resumes_bit_for_bit_on_two_ranks(name, data, trained, tmp_pa
         for ours, theirs in zip(reversed(resumed.records(kind)), reversed(whole.records(kind))):
             for metric in set(ours) - {"time", "samples_per_second", "evaluation_seconds"}:
                 assert ours[metric] == theirs[metric], metric
+
+
+def test_own_script_uses_the_same_samples_in_each_step_on_any_number_of_ranks(monkeypatch):
+    data = torch.utils.data.TensorDataset(torch.arange(1000))
+
+    def steps(ranks: int) -> list[set[int]]:
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: ranks)
+        batches = []
+        for rank in range(ranks):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda *_, rank=rank: rank)
+            batches.append(own_script.remaining_batches(own_script.get_loader(data, 96), 13, 2))
+        found = []
+        for parts in zip(*batches, strict=True):
+            assert len({step for step, _ in parts}) == 1
+            found.append({int(sample) for _, (samples,) in parts for sample in samples})
+        return found
+
+    assert [len(samples) for samples in steps(1)] == [96] * 7  # of 2 epochs of 10 steps
+    assert steps(1) == steps(2) == steps(3) == steps(4)
 
 
 # The others have the data, the model and the gradients of one of these.
