@@ -162,8 +162,8 @@ main() {
   gpus="$(gpus_per_node)"
   ((gpus > 0)) || gpus=1
   cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | sed -n 1p)" # 64(x2),32
-  ((cores >= gpus || ${SLURM_OVERCOMMIT:-0})) || fail "the job has too few cores on a node ($cores) for" \
-    "$gpus ranks: request --ntasks-per-node=$gpus, or --overcommit"
+  [[ -n "${SLURM_OVERCOMMIT:-}" || "$cores" -ge "$gpus" ]] || fail "the job has too few cores on a node" \
+    "($cores) for $gpus ranks: request --ntasks-per-node=$gpus, or --overcommit"
   cores="$((cores > gpus ? cores / gpus : 1))"
   unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
     SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BEGAN = time.time()
-SIGNALS = []  # that have been received
+SIGNALS = []  # those that this rank has received
+STOP_EVERY = 10  # steps; they should take a few seconds at most: Slurm kills 30 s after SIGTERM
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,13 +45,21 @@ def parse_args() -> argparse.Namespace:
 def setup_distributed(backend: str | None) -> torch.device:
     """torchrun, or guard.py under srun, has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR."""
     if "RANK" not in os.environ:
-        raise SystemExit("Start this script with torchrun, as shown at its top.")
+        user_error("start this script with torchrun, as shown at its top")
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()  # a rank may see only one
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
     return device
+
+
+def user_error(text: str) -> None:
+    """Exit with code 2, after which supervise.py does not restart the script."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"own_script.py: error: {text}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def make_data() -> TensorDataset:
@@ -61,37 +71,59 @@ def make_data() -> TensorDataset:
 
 def stop_requested(run: Path, device: torch.device) -> bool:
     """Collective: the same answer on all ranks, so that all of them leave after the same step."""
-    files = [run / "STOP", Path(os.environ.get("STOP_FILE", run / "STOP"))]
+    files = [run / "STOP", Path(os.environ.get("STOP_FILE") or run / "STOP")]
     requested = bool(SIGNALS) or any(file.exists() for file in files)
     flag = torch.tensor(float(requested), device=device)
     dist.all_reduce(flag)
     return flag.item() > 0
 
 
-def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0. Written to another name first, so that a crash leaves the previous checkpoint."""
-    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, f"{path}.tmp")
+def save(path: Path, step: int, args, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Rank 0. Written to another name first, so that a crash leaves the previous checkpoint.
+
+    Your own state, such as a schedule, a GradScaler or random generators, belongs here, too.
+    """
+    state = {"step": step, "global_batch_size": args.global_batch_size}
+    state["model"] = model.state_dict()
+    state["optimizer"] = optimizer.state_dict()
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """All ranks. Returns the step of the checkpoint, 0 if there is none."""
-    if not path.exists():
-        return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["step"]
+def load(path: Path, args, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Collective. Returns the step of the checkpoint, 0 if there is none."""
+    step = 0
+    if path.exists():
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["global_batch_size"] != args.global_batch_size:
+            user_error(f"--global-batch-size of {path} is {state['global_batch_size']}")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    steps = [0] * dist.get_world_size()
+    dist.all_gather_object(steps, step)
+    if len(set(steps)) > 1:
+        raise RuntimeError(f"the ranks see steps {steps} in {path}: is it on a shared disk?")
+    return step
 
 
 def write_status(run: Path, state: str, start_step: int, step: int, saved_step: int) -> None:
-    """Rank 0, at the start, every few steps and at the end. state: running, stopped, finished."""
+    """Rank 0, at the start, every few steps and at the end. state: running, stopped, finished.
+
+    The reason of a stop is the signal, or "STOP file": supervise.py then knows why it created that
+    file. After a time limit or a preemption, it requeues the job.
+    """
     if "STATUS_FILE" not in os.environ:  # not under supervise.py
         return
+    reason = ""
+    if state == "stopped":
+        reason = signal.Signals(SIGNALS[0]).name if SIGNALS else "STOP file"
     status = {
         "state": state,
-        "reason": "stop requested" if state == "stopped" else "",
+        "reason": reason,
         "run_dir": str(run.resolve()),
         "start_step": start_step,
         "global_step": step,
@@ -109,13 +141,17 @@ def get_loader(data: TensorDataset, global_batch_size: int) -> DataLoader:
     """Step by step, any number of ranks that divides the global batch gets the same samples."""
     ranks = dist.get_world_size()
     if global_batch_size % ranks != 0:
-        raise SystemExit(f"--global-batch-size {global_batch_size} is no multiple of {ranks} ranks")
+        user_error(f"--global-batch-size {global_batch_size} is no multiple of {ranks} ranks")
     sampler = DistributedSampler(data, drop_last=True)
     return DataLoader(data, global_batch_size // ranks, sampler=sampler, drop_last=True)
 
 
 def remaining_batches(loader: DataLoader, start_step: int, epochs: int):
-    """(number of the step, its batch) of this rank, without those before the restart."""
+    """(number of the step, its batch) of this rank, without those before the restart.
+
+    The skipped batches of an epoch are loaded, too. If that takes long, skip their indices in the
+    sampler instead.
+    """
     first_epoch = start_step // len(loader)
     step = first_epoch * len(loader)
     for epoch in range(first_epoch, epochs):
@@ -134,8 +170,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    start_step = load(run / "checkpoint.pt", model, optimizer)
+    start_step = load(run / "checkpoint.pt", args, model, optimizer)
     ddp = DistributedDataParallel(model)
+    torch.manual_seed(start_step * 10000 + dist.get_rank())  # for dropout: other masks on each rank
     loader = get_loader(make_data(), args.global_batch_size)
     last_step = args.epochs * len(loader)
 
@@ -148,12 +185,12 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        stop = step % 10 == 0 and stop_requested(run, device)
+        stop = step % STOP_EVERY == 0 and stop_requested(run, device)
         if is_main and (stop or step == last_step or step % args.save_every == 0):
-            save(run / "checkpoint.pt", step, model, optimizer)
+            save(run / "checkpoint.pt", step, args, model, optimizer)
             saved_step = step
             print(f"step {step} of {last_step}: loss {loss.item():.4f}, saved", flush=True)
-        if is_main and step % 10 == 0:
+        if is_main and step % STOP_EVERY == 0:
             write_status(run, "running", start_step, step, saved_step)
         if stop:
             break
@@ -164,8 +201,10 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda received, frame: SIGNALS.append(received))
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        number = signal.Signals[name]
+        if signal.getsignal(number) != signal.SIG_IGN:  # as after nohup
+            signal.signal(number, lambda received, frame: SIGNALS.append(received))
     args = parse_args()
     device = setup_distributed(args.distributed_backend)
     train(args, device)

@@ -176,10 +176,10 @@ def test_a_run_is_replayed_as_the_guide_says(clone):
 
 
 def test_a_script_of_your_own_stops_restarts_and_ends_with_the_same_weights(clone, monkeypatch):
-    """The command of the guide: undisturbed, and with a request to stop and a killed rank."""
+    """The command of the guide: undisturbed, and with a signal to a rank and a killed rank."""
     found = commands_of((REPO / "docs/FAULT_TOLERANCE.md").read_text())
     (command,) = [line for line in found if "examples/own_script.py" in line]
-    command += " --epochs 25 --save-every 20"
+    command += " --epochs 50 --save-every 20"
     run(command.replace("runs/own", "runs/own_undisturbed"), clone)
     directory = clone / "runs/own"
     checkpoint = directory / "checkpoint.pt"
@@ -187,8 +187,9 @@ def test_a_script_of_your_own_stops_restarts_and_ends_with_the_same_weights(clon
     with ThreadPoolExecutor() as pool:
         first = pool.submit(run, command, clone)
         wait_until(checkpoint.exists, "it has not saved")
-        (directory / "STOP").touch()
-        assert f"supervise.py: stopped (stop requested); to resume: {command}" in first.result()
+        (rank,) = processes_by_kind("MARK", clone)["rank 0"]
+        os.kill(rank, signal.SIGUSR1)
+        assert f"supervise.py: stopped (SIGUSR1); to resume: {command}" in first.result()
         stopped_at = step_of(checkpoint)
         second = pool.submit(run, command, clone)
         wait_until(lambda: step_of(checkpoint) > stopped_at, "it has not resumed")
@@ -201,7 +202,7 @@ def test_a_script_of_your_own_stops_restarts_and_ends_with_the_same_weights(clon
     assert records[2]["start_step"] == records[1]["saved_step"] > stopped_at
     whole = torch.load(clone / "runs/own_undisturbed/checkpoint.pt", weights_only=True)
     state = torch.load(checkpoint, weights_only=True)
-    assert state["step"] == whole["step"] == 1300
+    assert state["step"] == whole["step"] == 2600
     assert all(torch.equal(state["model"][name], whole["model"][name]) for name in whole["model"])
 
 

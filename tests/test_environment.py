@@ -25,6 +25,8 @@ def read_in_python(text: str):
             place, names = node.comparators[0], [node.left]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "seconds":  # of guard.py
             place, names = ast.Name("env"), node.args[:1]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "number":  # of supervise.py
+            place, names = ast.Name("env"), node.args[:1]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "launch_variable":
             place, names = node.args[0], node.args[1:2]  # of train_distributed.py
         else:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -276,6 +277,43 @@ def test_own_script_uses_the_same_samples_in_each_step_on_any_number_of_ranks(mo
 
     assert [len(samples) for samples in steps(1)] == [96] * 7  # of 2 epochs of 10 steps
     assert steps(1) == steps(2) == steps(3) == steps(4)
+
+
+def test_own_script_refuses_checkpoints_of_different_steps(monkeypatch, tmp_path):
+    """As with --checkpoint-dir on a disk that the ranks do not share."""
+
+    def gather(found: list[int], own: int) -> None:
+        found[:] = [own, 50]
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    with pytest.raises(RuntimeError, match=r"the ranks see steps \[0, 50\]"):
+        own_script.load(tmp_path / "absent.pt", None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("present", "variable", "signals", "expected"),
+    [
+        ("", None, [], False),
+        ("", "", [], False),
+        ("STOP", None, [], True),
+        ("STOP", "", [], True),
+        ("other", "other", [], True),
+        ("", "other", [], False),
+        ("", None, [signal.SIGTERM], True),
+    ],
+)
+def test_own_script_stops_by_a_file_or_a_signal(
+    monkeypatch, tmp_path, present, variable, signals, expected
+):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
+    monkeypatch.setattr(own_script, "SIGNALS", signals)
+    monkeypatch.delenv("STOP_FILE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("STOP_FILE", variable and str(tmp_path / variable))
+    if present:
+        (tmp_path / present).touch()
+    assert own_script.stop_requested(tmp_path, torch.device("cpu")) == expected
 
 
 # The others have the data, the model and the gradients of one of these.

@@ -550,7 +550,7 @@ def test_ranks_that_share_a_gpu_are_named(tmp_path):
     two = {"PATH": nvidia_smi(tmp_path, 2)}
     assert refused(run(3, script, env=two)).startswith(text)
     one = two | {"CUDA_VISIBLE_DEVICES": "1"}
-    assert "ranks 0-1 share 1 visible GPU" in refused(run(2, script, env=one))
+    assert "ranks 0-1 share 1 visible GPU:" in refused(run(2, script, env=one))
     assert run(2, script, env=two).codes == [0, 0]
     by_task = srun(2)  # as with srun --gpus-per-task=1: each sees another one
     own = run(2, script, env=lambda rank: by_task(rank) | two | {"CUDA_VISIBLE_DEVICES": rank})
@@ -732,8 +732,8 @@ def test_only_known_gpus_are_compared():
     """The nvidia-smi of two ranks did not answer."""
     some = [info(gpu="A"), info(gpu="B"), info(), info()]
     assert guard.find_problem(some, 300) == ""
-    assert "ranks 0-3 share 1 visible GPU" in guard.find_problem([*some[1:], info(gpu="B")], 300)
-    assert "share 1 visible GPU" in guard.find_problem([info(gpu="A"), info(gpu="none")], 300)
+    assert "ranks 0-3 share 1 visible GPU:" in guard.find_problem([*some[1:], info(gpu="B")], 300)
+    assert "share 1 visible GPU:" in guard.find_problem([info(gpu="A"), info(gpu="none")], 300)
 
 
 def test_each_rank_has_a_mig_device_of_its_own(gpus_of):
@@ -781,7 +781,7 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
         "PyTorch differs: 2.4.1 for ranks 2-3 on node02, 2.15.0 for rank 0"
     )
     shared = [info(gpu="A"), info(gpu="B"), info("node02", gpu="A"), info("node02", gpu="A")]
-    text = "Duplicate GPU detected: on node02, ranks 2-3 share 1 visible GPU"
+    text = "Duplicate GPU detected: on node02, ranks 2-3 share 1 visible GPU:"
     assert guard.find_problem(shared, 300).startswith(text)
 
 

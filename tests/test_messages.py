@@ -19,6 +19,8 @@ def strings_of_python(code: str) -> str:
     texts = []
 
     def visit(node):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return  # a docstring
         if isinstance(node, ast.FormattedValue):
             texts.append("…")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

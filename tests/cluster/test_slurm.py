@@ -316,6 +316,15 @@ def test_an_allocation_with_fewer_cores_than_ranks_is_refused_at_once(cluster, r
     assert code == 2 and text.count(error) == 1 and "Restart" not in text, text
 
 
+@pytest.mark.long
+def test_with_overcommit_the_ranks_share_a_core(cluster, repo, tmp_path, tiny):
+    words = ["salloc", "--overcommit", "--nodes=1", "--gpus-per-node=2"]
+    words += ["bash", "slurm_train_multinode.sh", "configs/default_config.yaml"]
+    options = [*tiny, "--stop-at-step=1", f"--checkpoint-dir={tmp_path}/run"]
+    code, text = cluster.on("login", *words, *options, cwd=repo)
+    assert code == 0 and "Stopped at step 1" in text, text
+
+
 @pytest.mark.parametrize(
     "launcher", [LAUNCHERS[0], pytest.param(LAUNCHERS[1], marks=pytest.mark.long)]
 )
