@@ -58,12 +58,13 @@ run_tests() {
   "$VENV/bin/python" -m pytest -q -ra --durations=5 "$@"
 }
 
-# The cluster tests mostly wait for Slurm, so they run beside the others. Their output comes last.
+# The cluster tests mostly wait for Slurm, so they run beside the others, with those of faults/, so that both
+# halves take equally long. Their output comes last.
 run_all_tests() {
   local output status=0
   output="$(mktemp)"
-  run_tests tests/cluster >"$output" 2>&1 &
-  run_tests tests --ignore=tests/cluster || status=1
+  run_tests tests/cluster tests/faults >"$output" 2>&1 &
+  run_tests tests --ignore=tests/cluster --ignore=tests/faults || status=1
   wait $! || status=1
   cat "$output"
   rm "$output"
