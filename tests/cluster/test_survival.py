@@ -250,7 +250,7 @@ def stop_a_rank(job, attempt):
 def test_a_node_that_hangs_twice_is_left_out(
     racks, repo, tmp_path, long_options, untouched, nodes, style
 ):
-    flags = [f"--nodes={nodes}", "--export=ALL,HANG_TIMEOUT=4,NNODES=2"]
+    flags = [f"--nodes={nodes}", "--export=ALL,HANG_TIMEOUT=8,NNODES=2"]
     job = Job(racks, repo, tmp_path / "run", style, long_options, *flags)
     bad = stop_a_rank(job, 1)
     assert stop_a_rank(job, 2) == bad
