@@ -5,6 +5,7 @@ value between them.
 """
 
 import ast
+import functools
 import re
 
 import pytest
@@ -41,6 +42,7 @@ def strings_of_bash(code: str) -> str:
     return code.replace("\\`", "`")
 
 
+@functools.cache
 def strings_of_programs(pattern: str) -> str:
     """Those of all files whose name matches, at the top level and below scripts/."""
     texts = []
