@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BEGAN = time.time()
@@ -78,12 +79,14 @@ def stop_requested(run: Path, device: torch.device) -> bool:
     return flag.item() > 0
 
 
-def save(path: Path, step: int, args, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(
+    path: Path, step: int, global_batch_size: int, model: nn.Module, optimizer: Optimizer
+) -> None:
     """Rank 0. Written to another name first, so that a crash leaves the previous checkpoint.
 
     Your own state, such as a schedule, a GradScaler or random generators, belongs here, too.
     """
-    state = {"step": step, "global_batch_size": args.global_batch_size}
+    state = {"step": step, "global_batch_size": global_batch_size}
     state["model"] = model.state_dict()
     state["optimizer"] = optimizer.state_dict()
     with open(f"{path}.tmp", "wb") as file:
@@ -93,13 +96,14 @@ def save(path: Path, step: int, args, model: nn.Module, optimizer: torch.optim.O
     os.replace(f"{path}.tmp", path)
 
 
-def load(path: Path, args, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load(path: Path, global_batch_size: int, model: nn.Module, optimizer: Optimizer) -> int:
     """Collective. Returns the step of the checkpoint, 0 if there is none."""
     step = 0
     if path.exists():
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["global_batch_size"] != args.global_batch_size:
-            user_error(f"--global-batch-size of {path} is {state['global_batch_size']}")
+        saved = state["global_batch_size"]
+        if saved != global_batch_size:
+            user_error(f"{path} needs --global-batch-size {saved}, not {global_batch_size}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
@@ -170,7 +174,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    start_step = load(run / "checkpoint.pt", args, model, optimizer)
+    start_step = load(run / "checkpoint.pt", args.global_batch_size, model, optimizer)
     ddp = DistributedDataParallel(model)
     torch.manual_seed(start_step * 10000 + dist.get_rank())  # for dropout: other masks on each rank
     loader = get_loader(make_data(), args.global_batch_size)
@@ -187,7 +191,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         optimizer.step()
         stop = step % STOP_EVERY == 0 and stop_requested(run, device)
         if is_main and (stop or step == last_step or step % args.save_every == 0):
-            save(run / "checkpoint.pt", step, args, model, optimizer)
+            save(run / "checkpoint.pt", step, args.global_batch_size, model, optimizer)
             saved_step = step
             print(f"step {step} of {last_step}: loss {loss.item():.4f}, saved", flush=True)
         if is_main and step % STOP_EVERY == 0:
