@@ -19,9 +19,7 @@ import errno
 import importlib.util
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -47,11 +45,9 @@ def refuse(text: str, cause: str = "configuration") -> None:
 if sys.version_info < (3, 10):  # noqa: UP036
     refuse(f"{sys.executable} is not Python 3.10 or newer: see scripts/site.sh")
 
-CPUINFO = Path("/proc/cpuinfo")
 MEMORY_SECONDS = 60  # to free the GPU memory of a killed attempt
 ADDRESS_REMEDY = "set MASTER_ADDR to an address that all nodes can reach"
 ANYWAY = "(or set PREFLIGHT=0 to launch anyway)"
-BF16_PROBE = "import torch; x = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(x, x)"
 
 
 def main() -> None:
@@ -63,8 +59,6 @@ def main() -> None:
     check_backend(request, ranks, gpu_count)
     if args.master_addr and args.master_port:
         check_master(args)
-    if re.search(r"\bbf16\b", request) and not gpu_count:
-        check_bf16()
     if args.node_rank == 0 and guard.is_first_attempt():
         check_storage(request)
     findings = checks.environment() + checks.shared_memory()
@@ -152,7 +146,7 @@ def check_port(master: str, port: int, found: list[tuple]) -> None:
     if any(error and error.errno == errno.EADDRINUSE for error in errors):
         text = f"port {port} is in use here, on the master"
         refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
-    elif None not in errors and not any(reaches_this_host(info) for info in found):
+    elif None not in errors:
         address = found[0][4][0]
         text = f"node rank 0 is here, but master {master} ({address}) is not"
         text += f" ({errors[0].strerror}): set MASTER_ADDR to an address of this host"
@@ -237,38 +231,6 @@ def connect(probe: socket.socket, address) -> None:
     probe.settimeout(10)
     with suppress(ConnectionRefusedError):  # the host answers; its store has not started yet
         probe.connect(address)
-
-
-def reaches_this_host(info: tuple) -> bool:
-    """Whether connections to this address reach this host, as with NAT or a service address."""
-    family, _, _, _, address = info
-    word = os.urandom(8)
-    with suppress(OSError), socket.create_server(("", address[1]), family=family) as server:
-        server.settimeout(2)
-        with socket.create_connection(address[:2], timeout=5) as client:
-            client.sendall(word)
-            for _ in range(100):  # the probes of other nodes may arrive first
-                if receive(server, len(word)) == word:
-                    return True
-    return False
-
-
-def receive(server: socket.socket, size: int) -> bytes:
-    """The first bytes of the next connection."""
-    link, _ = server.accept()
-    with link:
-        link.settimeout(2)
-        return link.recv(size)
-
-
-def check_bf16() -> None:
-    """Some virtual machines list AMX but trap it: a bf16 product kills the process (SIGILL)."""
-    if not CPUINFO.exists() or " amx_" not in CPUINFO.read_text():
-        return
-    probe = subprocess.run([sys.executable, "-c", BF16_PROBE], capture_output=True)
-    if probe.returncode == -signal.SIGILL:
-        text = "bf16 crashes with SIGILL here: the CPU lists AMX, but the machine traps it"
-        refuse(f"{text}: export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or train without bf16")
 
 
 if __name__ == "__main__":

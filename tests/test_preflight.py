@@ -4,7 +4,6 @@ import ast
 import errno
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -319,60 +318,6 @@ def test_it_waits_for_a_minute_at_most_and_not_for_other_users(with_gpu, monkeyp
     with_gpu(os.getpid(), ATTEMPT="2")
     error = capfd.readouterr().err
     assert "waiting" not in error and error.count(IN_USE) == 1
-
-
-@pytest.fixture
-def bf16(monkeypatch, tmp_path):
-    """bf16(probe, argument, ...): on a CPU that lists AMX; the probe is a stand-in."""
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile amx_int8\n")
-    monkeypatch.setattr(preflight, "CPUINFO", cpuinfo)
-
-    def run(probe: str, *arguments):
-        monkeypatch.setattr(preflight, "BF16_PROBE", probe)
-        monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py", *arguments])
-        preflight.main()
-
-    return run
-
-
-SIGILL = f"import os; os.kill(os.getpid(), {signal.SIGILL:d})"
-
-
-def test_bf16_that_would_end_with_sigill_is_refused(bf16, tmp_path, monkeypatch, capsys):
-    config = tmp_path / "my.yaml"
-    config.write_text("amp: bf16\n")
-    for words in (
-        ["--amp", "bf16"],
-        ["--amp=bf16"],
-        ["--precision=bf16-mixed"],
-        ["--config", config],
-    ):
-        monkeypatch.setenv("FAILURE_FILE", str(tmp_path / "failure"))
-        with pytest.raises(SystemExit) as error:
-            bf16(SIGILL, *map(str, words))
-        assert error.value.code == 2
-        text = capsys.readouterr().err
-        assert "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in text and text.count("\n") == 1
-    assert "SIGILL" in json.loads((tmp_path / "failure").read_text())["reason"]
-
-
-def test_bf16_is_probed_once_and_only_if_asked_for(bf16, tmp_path, monkeypatch):
-    count = f"open({str(tmp_path / 'probes')!r}, 'a').write('.')"
-    bf16(count, "--amp=bf16")
-    bf16(count, "--amp=fp16", "--config", str(REPO / CONFIG))  # whose comments mention bf16
-    assert (tmp_path / "probes").read_text() == "."
-    monkeypatch.setattr(preflight, "count_gpus", lambda: 1)
-    bf16(count, "--amp=bf16")
-    preflight.CPUINFO.write_text("flags : fpu avx2\n")
-    monkeypatch.setattr(preflight, "count_gpus", lambda: 0)
-    bf16(count, "--amp=bf16")
-    assert (tmp_path / "probes").read_text() == "."
-
-
-def test_bf16_is_accepted_where_the_variable_helps(bf16, monkeypatch):
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    bf16(f"import os\nif 'ONEDNN_MAX_CPU_ISA' not in os.environ: {SIGILL}", "--amp=bf16")
 
 
 WARNING_OF_DCGM = """Health Monitor Report

@@ -771,23 +771,6 @@ def test_hosts_with_ipv6_addresses_only(ipv6, repo, tmp_path, options, check, ow
     ipv6.assert_nothing_left()
 
 
-def test_a_master_address_that_is_translated(cluster, repo, probe):
-    """As with NAT or a service address: no host has it, but packets to it reach node01."""
-    for host in TWO_NODES:
-        rule = "add table ip test; add chain ip test out { type nat hook output priority 0; }; "
-        rule += "add rule ip test out ip daddr 203.0.113.7 dnat to 10.77.0.11"
-        assert cluster.on(host, "nft", rule) == (0, "")
-        assert cluster.on(host, "ip", "route", "add", "203.0.113.7", "dev", "eth0") == (0, "")
-    try:
-        env = {"MASTER_ADDR": "203.0.113.7", **probe}
-        code, text = cluster.on("login", *words_of(AUTO), cwd=repo, **env)
-    finally:
-        for host in TWO_NODES:
-            cluster.on(host, "nft", "delete table ip test")
-            cluster.on(host, "ip", "route", "del", "203.0.113.7", "dev", "eth0")
-    assert code == 0 and len(probed(text)) == 2, text
-
-
 def test_wrong_arguments_are_reported_in_one_line(cluster, repo):
     for words, message in (
         ([AUTO, CONFIG, "node01", "node02"], "'node01' is not a number of GPUs"),
