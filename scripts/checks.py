@@ -21,7 +21,6 @@ from pathlib import Path
 import guard
 from guard import HOST
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 
 
@@ -33,7 +32,7 @@ class Finding:
     check: str
     observed: str
     remedy: str = ""
-    where: str = ""  # hosts, or a file and line; "": this machine or the whole job
+    where: str = ""  # hosts; "": this machine or the whole job
     data: dict | None = None  # numbers, for programs
 
     def __str__(self) -> str:
@@ -51,11 +50,6 @@ def check_machine(run_directory: str) -> list[Finding]:
         findings += attempt(check)
     findings += attempt(disks, run_directory)
     return findings
-
-
-def check_repository(dataset: str, data_dir: str) -> list[Finding]:
-    """The checks that only one node needs to run."""
-    return attempt(launch_scripts) + attempt(data, dataset, data_dir)
 
 
 def attempt(check, *arguments) -> list[Finding]:
@@ -438,78 +432,7 @@ def environment() -> list[Finding]:
     return findings or [Finding("OK", "environment", "no harmful variables")]
 
 
-# ---- the repository
-
-
-def launch_scripts() -> list[Finding]:
-    kinds = (".sh", ".slurm", ".sbatch", ".pbs")
-    scripts = sorted(path for path in REPOSITORY.iterdir() if path.suffix in kinds)
-    findings = []
-    for path in scripts:
-        findings += launch_script(path)
-    text = f"{len(scripts)} in {REPOSITORY}: no problems"
-    return findings or [Finding("OK", "launch scripts", text)]
-
-
-def launch_script(path: Path):
-    """Directives that Slurm or PBS ignore, or that contradict each other."""
-    lines = path.read_text(errors="replace").splitlines()
-    options = {}  # name: (value, number of the line)
-    in_body = False
-    for number, line in enumerate(lines, 1):
-        where = f"{path.name}:{number}"
-        if re.match(r"#\s+(SBATCH|PBS)\s+-|##(SBATCH|PBS)\s", line):
-            text = f"`{line.strip()}` is a comment, which the scheduler ignores"
-            remedy = "write #SBATCH without a space, or delete it"
-            yield Finding("WARN", "launch scripts", text, remedy, where)
-        elif re.match(r"#(SBATCH|PBS)\s", line):
-            if in_body:
-                text = f"`{line.strip()}` comes after the first command, so it is ignored"
-                yield Finding("WARN", "launch scripts", text, "move it up", where)
-            for name, value in re.findall(r"--([a-z-]+)(?:[= ]([^ ]+))?", line):
-                options[name] = (value, number)
-        elif line.strip() and not line.startswith("#"):
-            in_body = True
-    if starts_ranks(lines):
-        yield from too_many_tasks(path, options)
-    yield from too_few_gpus(path, options)
-    yield from missing_folders(path, options)
-
-
-def starts_ranks(lines: list[str]) -> bool:
-    """Whether a command calls torchrun, which starts one process per GPU."""
-    starter = re.compile(r"\btorchrun\b|torch\.distributed\.(run|launch)|cluster_train\.sh")
-    for line in lines:
-        only_mentions_it = re.match(r"\s*(#|echo|.*\bfail\b)", line)
-        if starter.search(line) and not only_mentions_it:
-            return True
-    return False
-
-
-def too_many_tasks(path: Path, options: dict[str, tuple[str, int]]):
-    tasks, number = options.get("ntasks-per-node", ("1", 0))
-    if tasks != "1":
-        text = f"--ntasks-per-node={tasks}, but torchrun starts the ranks of a node itself"
-        remedy = "set --ntasks-per-node=1"
-        yield Finding("WARN", "launch scripts", text, remedy, f"{path.name}:{number}")
-
-
-def too_few_gpus(path: Path, options: dict[str, tuple[str, int]]):
-    if "gpus-per-task" in options and "gpus-per-node" in options:
-        _, number = options["gpus-per-task"]
-        text = "--gpus-per-task with --gpus-per-node: each task sees one GPU only, without NVLink"
-        remedy = "remove --gpus-per-task"
-        yield Finding("WARN", "launch scripts", text, remedy, f"{path.name}:{number}")
-
-
-def missing_folders(path: Path, options: dict[str, tuple[str, int]]):
-    for name in ("output", "error"):
-        value, number = options.get(name, ("", 0))
-        folder = os.path.dirname(value)
-        if folder and "%" not in folder and not (path.parent / folder).is_dir():
-            text = f"--{name} in {folder}/, which does not exist: Slurm ends the job silently"
-            remedy = f"mkdir -p {path.parent / folder}"
-            yield Finding("FAIL", "launch scripts", text, remedy, f"{path.name}:{number}")
+# ---- the data
 
 
 def data(dataset: str, data_dir: str):

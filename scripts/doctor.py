@@ -5,11 +5,11 @@
     TRAIN_SCRIPT=scripts/doctor.py sbatch run_distributed.slurm    all nodes of a job; works with
                                                                    every launcher
 
-It checks each machine: software, GPUs, memory, limits, disks, cores, host name, environment, launch
-scripts, data. In a launch, all ranks also connect to a store with time limits, so that it can name
-ranks that are missing, late or different. Then it measures the network between the nodes and an
-all_reduce over all ranks. That takes less than a minute. It writes an empty file to the run
-directory and notes to logs/, and removes them.
+It checks each machine: software, GPUs, memory, limits, disks, cores, host name, environment, data.
+In a launch, all ranks also connect to a store with time limits, so that it can name ranks that are
+missing, late or different. Then it measures the network between the nodes and an all_reduce over
+all ranks. That takes less than a minute. It writes an empty file to the run directory and notes to
+logs/, and removes them.
 
 It prints one line per finding: OK, WARN or FAIL, what was found, what to do. Exit code: 0 no
 problem, 1 a warning, 2 a failure. In a launch, a warning is also 0, because launchers treat any
@@ -43,9 +43,10 @@ from threading import Thread
 import checks
 import guard
 import preflight
-from checks import REPOSITORY, Finding, existing, first_line
+from checks import Finding, existing, first_line
 from guard import HOST
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 MEET_SECONDS = 20  # for all ranks to connect to the store
 SEND_SECONDS = 4  # for one node to send to another
 REDUCE_SECONDS = 20  # for the all_reduce
@@ -63,7 +64,7 @@ def main() -> int:
     if others:
         preflight.refuse(f"{others[0]} is not an option outside of a launch: see --help")
     findings = checks.check_machine(args.checkpoint_dir)
-    findings += checks.check_repository(args.dataset, args.data_dir)
+    findings += checks.attempt(checks.data, args.dataset, args.data_dir)
     return report(findings, args.json)
 
 
@@ -199,7 +200,7 @@ class Rank:
 
     def report_all(self) -> bool:
         """Rank 0: report the findings of all ranks. Returns whether there is a failure."""
-        self.findings += checks.check_repository(self.args.dataset, self.args.data_dir)
+        self.findings += checks.attempt(checks.data, self.args.dataset, self.args.data_dir)
         if report(merge(self.findings), self.args.json) != 2:
             return False
         worst = next(finding for finding in self.findings if finding.level == "FAIL")

@@ -220,27 +220,6 @@ def test_without_a_launch_it_refuses_unknown_options(words, message):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("#SBATCH --nodes=2\n#SBATCH --output=run_%j/out\nsrun python x.py\n", []),
-        ("#!/bin/sh\ncd x\n#SBATCH --nodes=2\n", ["WARN 3 `#SBATCH --nodes=2` comes after"]),
-        ("##PBS -l select=2\n", ["WARN 1 `##PBS -l select=2` is a comment"]),
-        ("#SBATCH --ntasks-per-node=4\ntorchrun x.py\n", ["WARN 1 --ntasks-per-node=4, but"]),
-        ("#SBATCH --ntasks-per-node=4\necho no torchrun\n", []),
-        ("#SBATCH --gpus-per-node=4 --gpus-per-task=1\n", ["WARN 1 --gpus-per-task with"]),
-        ("#SBATCH --error none/%j.err\n", ["FAIL 1 --error in none/, which does not exist"]),
-    ],
-)
-def test_a_launch_script(tmp_path, text, expected):
-    script = tmp_path / "job.slurm"
-    script.write_text(text)
-    findings = [*checks.launch_script(script)]
-    lines = [f"{f.level} {f.where.split(':')[1]} {f.observed}" for f in findings]
-    assert len(lines) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(lines, expected)), lines
-
-
 def results(**changes) -> dict:
     """A healthy network of three nodes, with changed links: "ab" is from a to b."""
     healthy = {"milliseconds": 0.1, "gbit": 20.0, "lost": 0.0}
