@@ -7,9 +7,9 @@
 
 It checks each machine: software, GPUs, memory, limits, disks, cores, host name, environment, data.
 In a launch, all ranks also connect to a store with time limits, so that it can name ranks that are
-missing, late or different. Then it measures the network between the nodes and an all_reduce over
-all ranks. That takes less than a minute. It writes an empty file to the run directory and notes to
-logs/, and removes them.
+missing, late or different. Then each node connects to each other node, and an all_reduce over all
+ranks is timed. That takes less than a minute. It writes an empty file to the run directory and
+notes to logs/, and removes them.
 
 It prints one line per finding: OK, WARN or FAIL, what was found, what to do. Exit code: 0 no
 problem, 1 a warning, 2 a failure. In a launch, a warning is also 0, because launchers treat any
@@ -28,7 +28,6 @@ import shutil
 import signal
 import socket
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -48,7 +47,7 @@ from guard import HOST
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MEET_SECONDS = 20  # for all ranks to connect to the store
-SEND_SECONDS = 4  # for one node to send to another
+CONNECT_SECONDS = 4  # for one node to connect to another
 REDUCE_SECONDS = 20  # for the all_reduce
 LEVELS = ["OK", "WARN", "FAIL"]
 
@@ -313,7 +312,7 @@ class Rank:
         self.leaders = {ranks[0]: host for host, ranks in self.hosts.items()}
         if self.rank in self.leaders:
             self.compare_nodes()
-            self.measure_network(infos)
+            self.check_network(infos)
         if None not in infos and self.size > 1:
             guard.choose_interface(infos, self.info)
             self.log("waiting for the measurements of the network")
@@ -398,31 +397,21 @@ class Rank:
         with suppress(OSError):
             file.unlink()
 
-    def measure_network(self, infos: list[dict]) -> None:
-        """Each node sends to the next one; with up to five nodes, to each of the others."""
-        ring = list(self.leaders)
+    def check_network(self, infos: list[dict]) -> None:
+        """Each node connects to each other node."""
         self.set(f"address {self.rank}", self.start_server(infos))
-        addresses = self.gather("address", ring, 15)
-        distances = range(1, len(ring)) if len(ring) <= 5 else [1]
-        results = {}
-        for distance in distances:
-            shifted = ring[distance:] + ring[:distance]
-            receivers = dict(zip(ring, shifted))
-            receiver = receivers[self.rank]
-            self.log(f"sending to {self.leaders[receiver]}")
-            try:
-                result = send(addresses[receiver])
-            except (OSError, TypeError) as error:  # TypeError: it has not sent its address
-                result = {"error": str(error)}
-            self.set(f"sent {distance} {self.rank}", result)
-            sent = self.gather(f"sent {distance}", ring, 3 * SEND_SECONDS)
-            for sender, result in sent.items():
-                results[sender, receivers[sender]] = result or {"error": "no answer"}
-        if self.rank == 0 and results:
-            self.findings += network_findings(results, self.leaders)
+        addresses = self.gather("address", self.leaders, 15)
+        del addresses[self.rank]
+        self.log("connecting to the other nodes")
+        with ThreadPoolExecutor(32) as pool:
+            results = pool.map(reach, addresses.values())
+            self.set(f"reached {self.rank}", dict(zip(addresses, results)))
+        if self.rank == 0 and addresses:
+            reached = self.gather("reached", self.leaders, 5 * CONNECT_SECONDS)
+            self.findings += network_findings(reached, self.leaders)
 
     def start_server(self, infos: list[dict]) -> tuple[str, int]:
-        """Answer the send() of the other nodes, at the returned address and port."""
+        """Answer the other nodes, at the returned address and port."""
         other = os.environ["MASTER_ADDR"]
         if self.rank == 0:
             last = list(self.leaders)[-1]
@@ -559,43 +548,28 @@ def appears(file: str, seconds: float) -> bool:
 
 
 def answer(server: socket.socket) -> None:
-    """Serve the send() of all nodes."""
+    """Answer each byte that other nodes send."""
     while True:
         link, _ = server.accept()
-        Thread(target=answer_lines, args=[link], daemon=True).start()
+        Thread(target=answer_bytes, args=[link], daemon=True).start()
 
 
-def answer_lines(link: socket.socket) -> None:
+def answer_bytes(link: socket.socket) -> None:
     with link, suppress(OSError):
-        while data := link.recv(1 << 20):
-            if data.endswith(b"\n"):
-                link.sendall(b"\n")
+        while link.recv(1):
+            link.sendall(b"\n")
 
 
-def send(address: list) -> dict:
-    """Send for half a second: {"milliseconds": round trip, "gbit": per second, "lost": share}.
-
-    If the round trip is slow, only "milliseconds" is measured: the rest would add nothing.
-    """
-    with socket.create_connection(tuple(address), timeout=SEND_SECONDS) as link:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        milliseconds = 1000 * min(ping(link) for _ in range(5))
-        if milliseconds > 10:
-            return {"milliseconds": milliseconds}
-        chunk = bytes(1 << 18)
-        sent = 0
-        began = time.perf_counter()
-        lost_before, packets_before = count_packets(link)
-        while time.perf_counter() < began + 0.5:
-            sent += link.send(chunk)
-        ping(link)  # its answer comes when all has arrived
-        seconds = time.perf_counter() - began
-        lost, packets = count_packets(link)
-        return {
-            "milliseconds": milliseconds,
-            "gbit": 8e-9 * sent / seconds,
-            "lost": (lost - lost_before) / (packets - packets_before),
-        }
+def reach(address: list | None) -> dict:
+    """{"milliseconds": the shortest round trip to that node}, or {"error": why there is none}"""
+    if address is None:
+        return {"error": "it has sent no address"}
+    try:
+        with socket.create_connection(tuple(address), timeout=CONNECT_SECONDS) as link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return {"milliseconds": 1000 * min(ping(link) for _ in range(5))}
+    except OSError as error:
+        return {"error": str(error)}
 
 
 def ping(link: socket.socket) -> float:
@@ -607,33 +581,32 @@ def ping(link: socket.socket) -> float:
     return time.perf_counter() - began
 
 
-def count_packets(link: socket.socket) -> tuple[int, int]:
-    """(packets retransmitted, packets sent) from struct tcp_info (<linux/tcp.h>) of the kernel."""
-    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 140)
-    (retransmitted,) = struct.unpack_from("I", info, 100)
-    (sent,) = struct.unpack_from("I", info, 136)
-    return retransmitted, sent
+def network_findings(reached: dict[int, dict | None], names: dict[int, str]) -> list[Finding]:
+    """reached: {sender: {receiver: of reach()}}, None without an answer; names: hosts of ranks"""
+    findings = []
+    times = {}  # {(sender, receiver): milliseconds}
+    for sender, results in reached.items():
+        if results is None:
+            findings.append(Finding("FAIL", "network", "no answer", "see its log", names[sender]))
+            continue
+        for key, result in results.items():
+            receiver = int(key)  # a string in JSON
+            if "error" in result:
+                text = f"cannot connect to {names[receiver]}: {result['error']}"
+                remedy = "gloo and NCCL use any free port: allow all ports between the nodes"
+                findings.append(Finding("FAIL", "network", text, remedy, names[sender]))
+            else:
+                times[sender, receiver] = result["milliseconds"]
+    findings += long_round_trips(times, names)
+    if not findings:
+        text = f"TCP from each node to each other node: {min(times.values()):.2f} to "
+        text += f"{max(times.values()):.2f} ms round trip"
+        findings.append(Finding("OK", "network", text))
+    return findings
 
 
-def network_findings(results: dict, names: dict[int, str]) -> list[Finding]:
-    """results: {(sender, receiver): what send() returned, or {"error"}}; names: hosts of ranks"""
-    problems = list(blocked_links(results, names))
-    problems += long_round_trips(results, names)
-    problems += lost_packets(results, names)
-    return problems or [network_speed(results, names)]
-
-
-def blocked_links(results: dict, names: dict[int, str]):
-    for (sender, receiver), result in results.items():
-        if "error" in result:
-            text = f"{names[sender]} cannot send to {names[receiver]}: {result['error']}"
-            remedy = "gloo and NCCL use any free port: allow all ports between the nodes"
-            yield Finding("FAIL", "network", text, remedy)
-
-
-def long_round_trips(results: dict, names: dict[int, str]):
+def long_round_trips(times: dict[tuple[int, int], float], names: dict[int, str]):
     """Name the node that is far from all others, if there is one; else the two that are slowest."""
-    times = round_trips(results)
     far = {pair for pair in times if times[pair] > 10}
     if not far:
         return
@@ -647,43 +620,6 @@ def long_round_trips(results: dict, names: dict[int, str]):
         where = names[culprits.pop()]
     remedy = "check its route (`ip route get ADDRESS`), or exclude the node"
     yield Finding("WARN", "network", text, remedy, where)
-
-
-def lost_packets(results: dict, names: dict[int, str]):
-    lost: dict[int, dict[int, float]] = {}  # {sender: {receiver: share}}
-    for (sender, receiver), result in results.items():
-        share = result.get("lost", 0)
-        if share > 0.01:
-            lost.setdefault(sender, {})[receiver] = share
-    for sender, shares in lost.items():
-        receivers = ", ".join(names[receiver] for receiver in shares)
-        most = max(shares.values())
-        text = f"{most:.1%} of the packets that it sends to {receivers} are lost"
-        remedy = "exclude the node; a cable, port or switch may be bad: tell the administrators"
-        yield Finding("WARN", "network", text, remedy, names[sender])
-
-
-def network_speed(results: dict, names: dict[int, str]) -> Finding:
-    times = round_trips(results).values()
-    gbits = {}
-    for pair, result in results.items():
-        if "gbit" in result:
-            gbits[pair] = result["gbit"]
-    slowest = min(gbits, key=gbits.get)
-    sender, receiver = slowest
-    text = f"TCP {gbits[slowest]:.1f} to {max(gbits.values()):.1f} Gbit/s, the slowest from "
-    text += f"{names[sender]} to {names[receiver]}; "
-    text += f"{min(times):.2f} to {max(times):.2f} ms round trip"
-    return Finding("OK", "network", text)
-
-
-def round_trips(results: dict) -> dict:
-    """{(sender, receiver): milliseconds}"""
-    times = {}
-    for pair, result in results.items():
-        if "error" not in result:
-            times[pair] = result["milliseconds"]
-    return times
 
 
 # -------------------------------------------------------------------------------- all_reduce

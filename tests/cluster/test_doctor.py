@@ -1,7 +1,6 @@
 """Faults on the real cluster: the doctor reports each one and its place within a minute."""
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -130,7 +129,7 @@ def test_free_ports_between_nodes_are_blocked(cluster, repo, tmp_path, inject):
     )
     codes, (text, _) = by_hand(cluster, repo, tmp_path)  # Slurm needs these ports, too
     assert codes[0] == 2, text
-    assert re.search(r"(?m)^FAIL network +node02 cannot send to node01: timed out", text), text
+    assert re.search(r"(?m)^FAIL network +node02: cannot connect to node01: timed out", text), text
 
 
 @pytest.mark.long
@@ -212,64 +211,6 @@ def test_a_clock_that_is_off(cluster, repo, tmp_path):
     (line,) = found(findings, "WARN")
     clock = r"node02: clocks: its clock is \+(299|300|301) s from that of rank 0"
     assert re.fullmatch(clock, line), text
-
-
-def test_a_node_that_loses_packets(cluster, repo, tmp_path, inject):
-    rule = "ip saddr 10.77.0.12 tcp sport 1-65535 numgen random mod 100 < 5 drop"
-    inject("node01", *nft(rule, "input"))
-    seconds, _, findings, text = job(cluster, repo, tmp_path / "run")
-    assert seconds < 60
-    (line,) = [line for line in found(findings, "WARN") if "network" in line]
-    text = r"node02: network: ([\d.]+)% of the packets that it sends to node01 are lost"
-    match = re.fullmatch(text, line)
-    assert match and 1 < float(match[1]) < 12, line
-
-
-DELAY = """
-import fcntl, heapq, os, select, socket, struct, subprocess, sys, time
-# Packets to the other nodes leave through a tunnel that we read; we forward them 0.3 s later.
-tun = os.open("/dev/net/tun", os.O_RDWR)
-fcntl.ioctl(tun, 0x400454CA, struct.pack("16sH", b"late", 0x1001))  # IFF_TUN | IFF_NO_PI
-for command in (
-    "ip link set late mtu 1500 up", "ip rule add fwmark 7 table main priority 10",
-    "ip rule add to 10.77.0.0/24 table 77 priority 20",
-    "ip rule add to {me} table local priority 5",
-    "ip route add 10.77.0.0/24 dev late table 77 src {me}",
-):
-    subprocess.run(command.format(me=sys.argv[1]).split(), check=True)
-out = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
-out.setsockopt(socket.SOL_SOCKET, 36, 7)  # SO_MARK
-print("ready", flush=True)
-queue = []
-while True:
-    wait = max(0, queue[0][0] - time.monotonic()) if queue else None
-    if select.select([tun], [], [], wait)[0]:
-        heapq.heappush(queue, (time.monotonic() + 0.3, len(queue), os.read(tun, 65536)))
-    while queue and queue[0][0] <= time.monotonic():
-        packet = heapq.heappop(queue)[2]
-        try:
-            out.sendto(packet, (socket.inet_ntoa(packet[16:20]), 0))
-        except OSError:
-            pass
-"""
-
-
-@pytest.mark.long
-def test_a_node_with_a_long_round_trip(racks, repo, tmp_path):
-    """300 ms, by a relay of packets (this kernel's tc has no netem)."""
-    address = "10.77.0.13"  # of the third
-    relay = racks.start("rack02-n1", sys.executable, "-u", "-c", DELAY, address)
-    try:
-        assert relay.stdout.readline() == "ready\n"
-        seconds, _, findings, text = job(racks, repo, tmp_path / "run", nodes=4, gpus=1)
-    finally:
-        os.killpg(relay.pid, 9)
-        relay.communicate()
-        undo = "ip rule del priority 5; ip rule del priority 10; ip rule del priority 20"
-        on(racks, "rack02-n1", undo)
-    print(f"{seconds:.0f} s", text)
-    (line,) = [line for line in found(findings, "WARN") if "ms round trip" in line]
-    assert re.match(r"rack02-n1: network: 3\d\d ms round trip to each of the others", line), text
 
 
 def test_one_core_for_each_rank_where_there_are_more(racks, repo, tmp_path):
