@@ -116,6 +116,7 @@ GPU_FIELDS = [
 
 BROKEN = ("[GPU is lost]", "[GPU requires reset]", "[Unknown Error]")  # values of nvidia-smi
 SMI_SECONDS = 10
+HIDE_ALL = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 
 
 def gpus() -> list[Finding]:
@@ -128,8 +129,7 @@ def gpus() -> list[Finding]:
         processes = nvidia_smi("compute-apps", ["gpu_uuid", "pid"])
     except RuntimeError as error:
         return [Finding("WARN", "GPUs", str(error), "ask the administrators")]
-    visible = dict(guard.visible_gpus())
-    rows = [row for row in rows if row["uuid"] in visible]
+    rows = [row for row in rows if is_visible(row)]
     findings = []
     for row in rows:
         findings += gpu_problems(row, processes)
@@ -137,7 +137,18 @@ def gpus() -> list[Finding]:
         too_old = old_driver(rows[0]["driver_version"], count)
         if too_old:
             return [*findings, too_old]
-    return [*findings, gpu_count(count, guard.visible_devices(), rows)]
+    return [*findings, gpu_count(count, rows)]
+
+
+def is_visible(gpu: dict[str, str]) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES shows this GPU to this process, by its index or UUID."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return True
+    for name in names.split(","):
+        if name == gpu["index"] or (name and gpu["uuid"].startswith(name)):
+            return True
+    return False
 
 
 def gpu_problems(gpu: dict[str, str], processes: list[dict[str, str]]):
@@ -167,19 +178,19 @@ def gpu_problems(gpu: dict[str, str], processes: list[dict[str, str]]):
         yield Finding("WARN", "GPU power", text, remedy)
 
 
-def gpu_count(count: int, visible: list[str], rows: list[dict[str, str]]) -> Finding:
+def gpu_count(count: int, rows: list[dict[str, str]]) -> Finding:
     """Whether PyTorch sees all visible GPUs. rows: of nvidia-smi, which may be missing"""
     import torch
 
+    expected = len(rows)
     driver = ""
+    total = "the"
     if rows:
         driver = f", driver {rows[0]['driver_version']}"
-    expected = len(visible)
-    is_unknown = not guard.list_gpus()[1] and guard.has_gpu()
-    if is_unknown or (visible and visible[0].startswith("MIG-")):
-        expected = 1  # or more; a process sees one MIG device only
+        total = str(expected)
+    elif guard.has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDE_ALL:
+        expected = 1  # or more
     if count < expected:
-        total = expected if visible else "the"
         text = f"PyTorch {torch.__version__} sees {count} of {total} GPUs{driver}"
         remedy = "ask the scheduler for GPUs, or install a PyTorch build for this driver"
         return Finding("WARN", "GPUs", text, remedy)

@@ -340,7 +340,7 @@ class Rank:
                 alike.append(None)
                 continue
             self.findings += [Finding(**fields) for fields in info["findings"]]
-            alike.append(info | {"same": info["alike"], "gpu": ""})
+            alike.append(info | {"same": info["alike"]})
         different = list(guard.find_differences(infos))
         for text in different:
             remedy = "all nodes need the same software, and each rank a GPU of its own"

@@ -233,11 +233,9 @@ def with_gpus(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(guard, "has_gpu", lambda: True)
         monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py"])
-        guard.list_gpus.cache_clear()
         preflight.main()
 
-    yield with_gpus
-    guard.list_gpus.cache_clear()
+    return with_gpus
 
 
 @pytest.fixture
