@@ -91,8 +91,8 @@ def software():
     text = f"{torch.__version__}, Python {platform.python_version()}"
     numbers = re.findall(r"\d+", torch.__version__)
     version = (int(numbers[0]), int(numbers[1]))
-    if version < (2, 4):
-        yield Finding("FAIL", "PyTorch", f"{text}: the trainer needs 2.4 or newer", remedy)
+    if version < (2, 6):
+        yield Finding("FAIL", "PyTorch", f"{text}: 2.6 or newer is needed", remedy)
     elif version < (2, 10):
         text += ": a hostile checkpoint can run code when it is loaded (CVE-2026-24747)"
         remedy = "load only checkpoints that you trust, or update PyTorch to 2.10 or newer"

