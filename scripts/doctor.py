@@ -7,9 +7,9 @@
 
 It checks each machine: software, GPUs, memory, limits, disks, cores, host name, environment, data.
 In a launch, all ranks also connect to a store with time limits, so that it can name ranks that are
-missing, late or different. Then each node connects to each other node, and an all_reduce over all
-ranks is timed. That takes less than a minute. It writes an empty file to the run directory and
-notes to logs/, and removes them.
+missing, late or different. Then each node connects to each other node, each rank multiplies the
+same matrices, and an all_reduce over all ranks is timed. That takes less than a minute. It writes
+an empty file to the run directory and notes to logs/, and removes them.
 
 It prints one line per finding: OK, WARN or FAIL, what was found, what to do. Exit code: 0 no
 problem, 1 a warning, 2 a failure. In a launch, a warning is also 0, because launchers treat any
@@ -20,6 +20,8 @@ In a launch it replaces the training script, so it accepts all options. It uses 
 """
 
 import argparse
+import ctypes
+import hashlib
 import json
 import os
 import platform
@@ -32,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -48,6 +51,7 @@ from guard import HOST
 REPOSITORY = Path(__file__).resolve().parent.parent
 MEET_SECONDS = 20  # for all ranks to connect to the store
 CONNECT_SECONDS = 4  # for one node to connect to another
+PRODUCT_SECONDS = 20  # for a matrix product
 REDUCE_SECONDS = 20  # for the all_reduce
 LEVELS = ["OK", "WARN", "FAIL"]
 
@@ -258,8 +262,9 @@ class Rank:
         import torch
 
         gpus = torch.cuda.device_count()
-        self.gpu = self.local_rank if self.local_rank < gpus else 0
+        gpu = self.local_rank if self.local_rank < gpus else 0
         self.backend = self.args.distributed_backend or ("nccl" if gpus else "gloo")
+        self.device = torch.device("cuda", gpu) if self.backend == "nccl" else torch.device("cpu")
         nccl = "none"
         if gpus:
             numbers = torch.cuda.nccl.version()
@@ -268,7 +273,7 @@ class Rank:
         info["same"]["NCCL"] = nccl
         info["same"]["backend"] = self.backend
         info["alike"] = {
-            "GPU": torch.cuda.get_device_name(self.gpu) if gpus else "none",
+            "GPU": torch.cuda.get_device_name(gpu) if gpus else "none",
             "number of visible GPUs": gpus,
             "number of cores per rank": checks.count_cores(),
             "number of ranks per node": self.world["LOCAL_WORLD_SIZE"],
@@ -315,7 +320,8 @@ class Rank:
             self.check_network(infos)
         if None not in infos and self.size > 1:
             guard.choose_interface(infos, self.info)
-            self.log("waiting for the measurements of the network")
+            self.check_products(infos)
+            self.log("waiting for the checks of the network")
             if self.rank == 0:
                 self.set("reduce", True)  # start together, because its time is limited
             self.get("reduce", 60)
@@ -424,6 +430,19 @@ class Rank:
 
     # ---- all ranks
 
+    def check_products(self, infos: list[dict]) -> None:
+        """Compare the bits of one matrix product over all ranks."""
+        self.log("multiplying matrices")
+        try:
+            result = ThreadPoolExecutor().submit(multiply, self.device).result(PRODUCT_SECONDS)
+        except Exception as error:
+            result = {"error": first_line(error)}
+        self.set(f"product {self.rank}", result)
+        if self.rank == 0:
+            products = self.gather("product", range(self.size), PRODUCT_SECONDS)
+            names = [f"rank {rank} on {info['host']}" for rank, info in enumerate(infos)]
+            self.findings += product_findings(products, names)
+
     def check_all_reduce(self) -> None:
         self.log("in the all_reduce")
         seconds = REDUCE_SECONDS + self.size / 32
@@ -448,14 +467,10 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        if self.backend == "nccl":
-            device = torch.device("cuda", self.gpu)
-            sizes = [8 << 10, 64 << 20]
-        else:
-            device = torch.device("cpu")
-            sizes = [8 << 10, 4 << 20]
-        self.init_process_group(device)
-        total = torch.tensor(float(self.rank + 1), device=device)
+        large = 64 << 20 if self.device.type == "cuda" else 4 << 20
+        sizes = [8 << 10, large]
+        self.init_process_group()
+        total = torch.tensor(float(self.rank + 1), device=self.device)
         dist.all_reduce(total)
         if total.item() != self.size * (self.size + 1) / 2:
             raise RuntimeError(f"the sum is wrong: {total.item()}")
@@ -467,16 +482,16 @@ class Rank:
         seconds = {}
         for name, group in groups.items():
             for size in sizes:
-                seconds[f"{name} {size}"] = time_all_reduce(group, size, device)
+                seconds[f"{name} {size}"] = time_all_reduce(group, size, self.device)
         return {"seconds": seconds, "local": len(nodes[0]), "ranks": self.size}
 
-    def init_process_group(self, device) -> None:
+    def init_process_group(self) -> None:
         import torch
         import torch.distributed as dist
 
-        is_cuda = device.type == "cuda"
+        is_cuda = self.device.type == "cuda"
         if is_cuda:
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(self.device)
             os.environ["NCCL_DEBUG"] = "INFO"
             os.environ["NCCL_DEBUG_FILE"] = str(nccl_log())
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # it would kill this process
@@ -486,7 +501,7 @@ class Rank:
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=REDUCE_SECONDS),
-            device_id=device if is_cuda else None,
+            device_id=self.device if is_cuda else None,
         )
 
 
@@ -622,6 +637,57 @@ def long_round_trips(times: dict[tuple[int, int], float], names: dict[int, str])
     yield Finding("WARN", "network", text, remedy, where)
 
 
+# ---------------------------------------------------------------------------- matrix product
+
+
+def multiply(device) -> dict:
+    """{"model", "bits": a hash of a product, the same on all GPUs of that model}
+
+    https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    """
+    import torch
+
+    model = "CPU"
+    size = 64
+    dtype = torch.float64  # exact for these numbers, so all CPUs compute the same bits
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        model = f"{gpu.name} with {gpu.multi_processor_count} multiprocessors"
+        size = 4096
+        dtype = torch.float16
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-1024, 1024, (2, size, size), generator=generator)
+    left, right = numbers.to(device, dtype) / 1024
+    product = left @ right
+    is_stable = all(torch.equal(left @ right, product) for _ in range(100))
+    on_cpu = product.cpu()
+    content = ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes)
+    bits = hashlib.sha256(content).hexdigest() if is_stable else "other ones each time"
+    return {"model": model, "bits": bits}
+
+
+def product_findings(products: dict[int, dict | None], names: list[str]):
+    """products: by rank, of multiply() or {"error"}; names: of the ranks, with their hosts"""
+    models: dict[str, dict[int, str]] = {}  # {model: {rank: bits}}
+    for rank, product in products.items():
+        product = product or {"error": "no answer"}
+        if "error" in product:
+            text = f"{names[rank]} cannot multiply matrices: {product['error']}"
+            yield Finding("FAIL", "matrix product", text, "see its log")
+        else:
+            models.setdefault(product["model"], {})[rank] = product["bits"]
+    for model, ranks in models.items():
+        usual, _ = Counter(ranks.values()).most_common(1)[0]
+        first = next(rank for rank in ranks if ranks[rank] == usual)
+        different = [rank for rank in ranks if ranks[rank] != usual]
+        for rank in different:
+            text = f"{names[rank]} computes other bits than {names[first]}"
+            remedy = "exclude the node, and tell the administrators (of two, either may be wrong)"
+            yield Finding("FAIL", "matrix product", text, remedy)
+        if not different:
+            yield Finding("OK", "matrix product", f"the same bits on all ranks ({model})")
+
+
 # -------------------------------------------------------------------------------- all_reduce
 
 
@@ -694,7 +760,7 @@ def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
         text += "; " + speed_text(measured["seconds"], "node", measured["local"])
     if links:
         text += f"; over {', '.join(measured['links'])}"
-    return Finding("OK", "all_reduce", text, data=measured)  # for scripts/plan.py
+    return Finding("OK", "all_reduce", text, data=measured)
 
 
 def speed_text(seconds: dict[str, float], group: str, ranks: int) -> str:

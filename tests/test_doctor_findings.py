@@ -256,6 +256,7 @@ def test_the_faults_of_one_node_are_named(nodes):
         time.time = lambda now=time.time: now() + 300
         doctor.appears = lambda file, seconds: False  # the run directory is not shared
         doctor.Rank.start_server = lambda self, infos: ("127.0.0.1", 1)
+        torch.Tensor.__matmul__ = lambda left, right: torch.matmul(left, right) + 1e-9
     """
     clock, *others = nodes(code)
     assert clock.startswith("WARN clocks node02 its clock is +300 s from that of rank 0")
@@ -263,6 +264,7 @@ def test_the_faults_of_one_node_are_named(nodes):
         "FAIL same everywhere  PyTorch differs: 2.9.1 for rank 1 on node02, ",
         "FAIL run directory node02 ",
         "FAIL network node01 cannot connect to node02: [Errno 111] Connection refused",
+        "FAIL matrix product  rank 1 on node02 computes other bits than rank 0 on node01",
     ]
     assert len(others) == len(starts), others
     assert all(line.startswith(start) for line, start in zip(others, starts)), others
@@ -298,6 +300,20 @@ doctor.Rank.report_alone = lambda self: doctor.report(self.findings, True)
         where = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": None}
         (line,) = nodes(code, 1, RANK=1, WORLD_SIZE=2, **where)
     assert f"cannot open the store at 127.0.0.1:{port}: another program answers there" in line
+
+
+def test_the_rank_whose_gpu_differs_from_most_of_its_model_is_named():
+    names = [f"rank {rank}" for rank in range(6)]
+    products = {rank: {"model": "H100", "bits": "abab"} for rank in range(4)}
+    products |= {rank: {"model": "A100", "bits": "cdcd"} for rank in (4, 5)}
+    findings = doctor.product_findings(products, names)
+    assert [finding.level for finding in findings] == ["OK", "OK"]
+    products[0] = {"model": "H100", "bits": "other"}
+    products[5] = {"error": "RuntimeError: CUDA error"}
+    wrong = [f.observed for f in doctor.product_findings(products, names) if f.level == "FAIL"]
+    assert wrong[0] == "rank 5 cannot multiply matrices: RuntimeError: CUDA error"
+    assert wrong[1] == "rank 0 computes other bits than rank 1"
+    assert len(wrong) == 2
 
 
 FAR = {"milliseconds": 40.0}
