@@ -417,14 +417,14 @@ class Rank:
             self.findings += network_findings(reached, self.leaders)
 
     def start_server(self, infos: list[dict]) -> tuple[str, int]:
-        """Answer the other nodes, at the returned address and port."""
+        """Accept the connections of the other nodes. Returns the address and port."""
         other = os.environ["MASTER_ADDR"]
         if self.rank == 0:
             last = list(self.leaders)[-1]
             other = infos[last]["address"]
         family = socket.AF_INET6 if ":" in self.info["address"] else socket.AF_INET
         server = socket.create_server(("", 0), family=family)
-        Thread(target=answer, args=[server], daemon=True).start()
+        Thread(target=accept_all, args=[server], daemon=True).start()
         port = server.getsockname()[1]
         return guard.address_towards(other), port
 
@@ -562,79 +562,54 @@ def appears(file: str, seconds: float) -> bool:
 # ---------------------------------------------------------------------------------- network
 
 
-def answer(server: socket.socket) -> None:
-    """Answer each byte that other nodes send."""
+def accept_all(server: socket.socket) -> None:
     while True:
-        link, _ = server.accept()
-        Thread(target=answer_bytes, args=[link], daemon=True).start()
-
-
-def answer_bytes(link: socket.socket) -> None:
-    with link, suppress(OSError):
-        while link.recv(1):
-            link.sendall(b"\n")
+        connection, _ = server.accept()
+        connection.close()
 
 
 def reach(address: list | None) -> dict:
-    """{"milliseconds": the shortest round trip to that node}, or {"error": why there is none}"""
+    """{"milliseconds": the shortest time to connect to that node}, or {"error": why it fails}"""
     if address is None:
         return {"error": "it has sent no address"}
+    times = []
     try:
-        with socket.create_connection(tuple(address), timeout=CONNECT_SECONDS) as link:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return {"milliseconds": 1000 * min(ping(link) for _ in range(5))}
+        for _ in range(5):
+            began = time.perf_counter()
+            socket.create_connection(tuple(address), timeout=CONNECT_SECONDS).close()
+            times.append(time.perf_counter() - began)
     except OSError as error:
         return {"error": str(error)}
+    return {"milliseconds": 1000 * min(times)}
 
 
-def ping(link: socket.socket) -> float:
-    """Seconds of a round trip."""
-    began = time.perf_counter()
-    link.sendall(b"\n")
-    if not link.recv(1):
-        raise OSError("the connection was closed")
-    return time.perf_counter() - began
-
-
-def network_findings(reached: dict[int, dict | None], names: dict[int, str]) -> list[Finding]:
+def network_findings(reached: dict[int, dict | None], names: dict[int, str]):
     """reached: {sender: {receiver: of reach()}}, None without an answer; names: hosts of ranks"""
-    findings = []
     times = {}  # {(sender, receiver): milliseconds}
+    is_complete = True
     for sender, results in reached.items():
         if results is None:
-            findings.append(Finding("FAIL", "network", "no answer", "see its log", names[sender]))
+            is_complete = False
+            yield Finding("FAIL", "network", "has sent no results", "see its log", names[sender])
             continue
         for key, result in results.items():
             receiver = int(key)  # a string in JSON
-            if "error" in result:
-                text = f"cannot connect to {names[receiver]}: {result['error']}"
-                remedy = "gloo and NCCL use any free port: allow all ports between the nodes"
-                findings.append(Finding("FAIL", "network", text, remedy, names[sender]))
-            else:
+            if "error" not in result:
                 times[sender, receiver] = result["milliseconds"]
-    findings += long_round_trips(times, names)
-    if not findings:
-        text = f"TCP from each node to each other node: {min(times.values()):.2f} to "
-        text += f"{max(times.values()):.2f} ms round trip"
-        findings.append(Finding("OK", "network", text))
-    return findings
-
-
-def long_round_trips(times: dict[tuple[int, int], float], names: dict[int, str]):
-    """Name the node that is far from all others, if there is one; else the two that are slowest."""
-    far = {pair for pair in times if times[pair] > 10}
-    if not far:
-        return
-    slowest = max(far, key=times.get)
-    text = f"{times[slowest]:.0f} ms round trip"
-    where = " and ".join(names[rank] for rank in slowest)
-    near = {rank for pair in times if pair not in far for rank in pair}
-    culprits = set(slowest).intersection(*far) - near
-    if len(culprits) == 1:
-        text += " to each of the others"
-        where = names[culprits.pop()]
-    remedy = "check its route (`ip route get ADDRESS`), or exclude the node"
-    yield Finding("WARN", "network", text, remedy, where)
+                continue
+            is_complete = False
+            text = f"cannot connect to {names[receiver]}: {result['error']}"
+            remedy = "gloo and NCCL use any free port: allow all ports between the nodes"
+            yield Finding("FAIL", "network", text, remedy, names[sender])
+    longest = max(times, key=times.get, default=None)
+    if longest and times[longest] > 10:
+        sender, receiver = longest
+        text = f"it takes {times[longest]:.0f} ms to connect to {names[receiver]}"
+        remedy = "check its route (`ip route get ADDRESS`), or exclude the node"
+        yield Finding("WARN", "network", text, remedy, names[sender])
+    elif is_complete:
+        text = f"each node connects to each other node by TCP in {times[longest]:.2f} ms or less"
+        yield Finding("OK", "network", text)
 
 
 # ---------------------------------------------------------------------------- matrix product
