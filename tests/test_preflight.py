@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -80,10 +80,7 @@ def test_an_old_python():
     env = ENV | {"PYTHONPATH": str(REPO / "scripts")}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        f"preflight.py: error: {guard.HOST}: {sys.executable} is not Python 3.10 or newer: see "
-        "scripts/site.sh\n"
-    )
+    assert "is not Python 3.10 or newer" in result.stderr and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("file", [PREFLIGHT, checks.__file__, guard.__file__])
@@ -204,6 +201,7 @@ def with_gpu(monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", nvidia_smi(tmp_path, [used], processes={"GPU-0": pid}))
         for name, value in env.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(guard, "has_gpu", lambda: True)
         monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py"])
         preflight.main()
@@ -355,48 +353,28 @@ def test_only_the_directory_to_which_rank_0_writes_is_tested(tmp_path, monkeypat
     assert directories == []
 
 
-def test_a_quota_that_is_used_up_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EDQUOT, "a test of 1 MiB: Disk quota exceeded"),
+        (errno.EACCES, ""),  # left to the training: some scripts only read the directory
+    ],
+)
+def test_a_quota_that_is_used_up_is_named(tmp_path, monkeypatch, number, expected):
     """Simulated: the kernel of the test machines has no quotas."""
 
     def fsync(file):
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(checks.os, "fsync", fsync)
-    assert checks.write_test(str(tmp_path)) == "a test of 1 MiB: Disk quota exceeded"
+    assert checks.write_test(str(tmp_path)) == expected
 
 
 def test_a_disk_that_returns_other_bytes_is_named(tmp_path, monkeypatch):
-    """Simulated: each read has one other byte."""
-    real = checks.tempfile.TemporaryFile
-
-    class Faulty:
-        def __init__(self, file):
-            self.file = file
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def read(self, size):
-            return self.file.read(size)[:-1] + b"?"
-
-    @contextmanager
-    def faulty(dir):
-        with real(dir=dir) as file:
-            yield Faulty(file)
-
+    """Simulated: one byte of the file changes after it was written."""
+    monkeypatch.setattr(checks.os, "fsync", lambda file: os.pwrite(file, b"?", 0))
     monkeypatch.setattr(checks.os, "urandom", bytes)
-    monkeypatch.setattr(checks.tempfile, "TemporaryFile", faulty)
     assert checks.write_test(str(tmp_path)) == "it returns other bytes than were written"
-
-
-def test_a_directory_that_cannot_be_written_is_left_to_the_training(monkeypatch, tmp_path):
-    """It names that error itself, and some scripts only read the directory."""
-
-    def refuse(dir):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
-    assert checks.write_test(str(tmp_path / "run")) == ""
 
 
 @pytest.mark.parametrize("free", [0.5, 2.0])
