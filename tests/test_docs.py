@@ -8,22 +8,13 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
 from harness import LONG, REPO, copy_repository, processes_by_kind, wait_until, write_program
-from pages import (
-    anchors,
-    blocks,
-    broken_links,
-    commands,
-    commands_of,
-    difference,
-    slug,
-)
+from pages import anchors, blocks, broken_links, commands, commands_of, difference
 
 import train_distributed
 
@@ -103,26 +94,6 @@ def test_the_commands_of_the_readme_print_what_it_shows(clone):
         if kind == "text" and here:
             assert difference(shown, output) == "", output
     assert ran >= 4
-
-
-def test_each_command_of_the_documentation_runs_in_a_test_or_the_reason_is_given():
-    text = (REPO / "tests/README.md").read_text()
-    (section,) = re.findall(r"(?ms)^## Commands in the documentation\n(.*?)^## ", text)
-    rows = re.findall(r"(?m)^\| (`.+`) \| (.+) \|$", section)
-    listed = [pattern for cell, _ in rows for pattern in re.findall(r"`([^`]+)`", cell)]
-    used = set()
-    missing = []
-    for path in set(PAGES) - {REPO / "README.md"}:  # see NOT_HERE
-        for command in commands_of(path.read_text()):
-            patterns = [p for p in listed if fnmatchcase(command, p)]
-            used.update(patterns)
-            if not patterns:
-                missing.append(f"{path.name}: {command}")
-    assert missing == []
-    assert set(listed) - used == set()
-    for _, cell in rows:
-        for name in re.findall(r"`([\w/]+\.(?:py|sh))`", cell):
-            assert (REPO / "tests" / name).exists(), name
 
 
 def test_the_task_of_the_readme_learns(clone):
@@ -233,18 +204,6 @@ def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(cl
     checkpoint = train_distributed.load_checkpoint(clone / "runs/weights/checkpoint_epoch_1.pt")
     assert checkpoint["model"]["fc.weight"].shape == (2, 512)
     assert checkpoint["spec"]["classes"] == ["cat", "dog"]
-
-
-def test_every_launcher_has_the_same_five_headings():
-    guide = (REPO / "docs/LAUNCH_GUIDE.md").read_text()
-    launchers = re.findall(r"(?m)^\| \[.*?\]\(#(.*?)\)", guide)
-    titles = re.findall(r"(?m)^##+ (.*)$", guide)
-    slugs = [slug(title) for title in titles]
-    five = ["Requirements", "Command", "Output", "Environment variables", "Stop and resume"]
-    for launcher in launchers:
-        place = slugs.index(launcher)
-        assert titles[place + 1 : place + 6] == five, launcher
-    assert len(launchers) >= 10
 
 
 def test_the_functions_in_the_life_of_a_step_exist():
