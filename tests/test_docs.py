@@ -206,6 +206,23 @@ def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(cl
     assert checkpoint["spec"]["classes"] == ["cat", "dog"]
 
 
+def test_each_variable_that_a_program_reads_is_documented():
+    """In its header, which --help prints, in another one, or on a page."""
+    of_others = r"SLURM|PBS_|NCPUS|TORCHELASTIC|HIP_|GLIBC_|MODULESHOME|ATTEMPT$|NEW_NODES"
+    reads = r"""\$\{([A-Z]\w+):?-|\benv\w*(?:\.get\(|\[)"([A-Z_]+)"(?!\] =)|\(env, "([A-Z_]+)|"""
+    reads += r"""\b(?:seconds|number)\("([A-Z_]+)"""
+    documented = "".join(page.read_text() for page in PAGES)
+    names = set()
+    for path in [*REPO.glob("*.py"), *REPO.glob("*.s*"), *REPO.glob("scripts/**/*.*")]:
+        if path.suffix in (".py", ".sh", ".slurm"):
+            code = path.read_text()
+            names.update("".join(groups) for groups in re.findall(reads, code))
+            documented += re.match(r'(?s)(#.*?\n)*("""(.*?)""")?', code)[0]
+    assert len(names) > 40
+    missing = [name for name in names if not re.search(rf"\b{name}\b", documented)]
+    assert [name for name in missing if not re.match(of_others, name)] == []
+
+
 def test_the_functions_in_the_life_of_a_step_exist():
     page = (REPO / "docs/LIFE_OF_A_STEP.md").read_text()
     names = set(re.findall(r"`([\w.]+)\(\)`", page)) - {"no_sync"}  # DDP's
