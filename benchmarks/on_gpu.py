@@ -182,15 +182,6 @@ PARTS = {
         [RESNET + " --amp fp16 --ranks 1 --only limit ours"],
         TABLE,
     ),
-    "overhead": Part(
-        "Overhead of fault tolerance: SimpleConvNet, ResNet-50",
-        400,
-        [
-            "python benchmarks/overhead.py {gpu} --ranks 1 --turns {turns}",
-            "python benchmarks/overhead.py {gpu} --ranks 1 --turns {resnet_turns} -- --amp {amp}"
-            " --model {resnet} --dataset synthetic --image-size {size} --batch-size {batch}",
-        ],
-    ),
     "mnist": Part(
         "Time to {accuracy} % on MNIST",
         260,
@@ -222,9 +213,6 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
             "convnet_steps": 20,
             "rounds": options.rounds or 1,
             "saves": 2,
-            "turns": 4,
-            "resnet_turns": 2,
-            "amp": "off",  # some CPUs take minutes for a few steps in bf16
             "files": 64,
             "copies": 16,
             "loader_files": 64,
@@ -246,9 +234,6 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
         "convnet_steps": 1000,
         "rounds": options.rounds or 5,
         "saves": 12,
-        "turns": 300,
-        "resnet_turns": 6,
-        "amp": "bf16",
         "files": files,
         "copies": jpeg_batch * gpus * (jpeg_steps + 1) // files + 1,
         "loader_files": 512 * cores,

@@ -11,7 +11,7 @@
 #   --only      measure these parts again, in this order: doctor tests hang killed resume reproducible
 #               distributed bandwidth resnet50-1 resnet50-2 resnet50-4 resnet50-8 convnet
 #               convnet-compiled resnet50-compiled peers peers-tuned loader jpeg checkpoints startup
-#               tf32 fp16 overhead mnist
+#               tf32 fp16 mnist
 #   --data-dir  directory with MNIST/raw, for the part mnist [data]
 #   --output    Markdown file [runs/on_gpu.md]
 #   --rounds    turns of each contestant, of which the median is shown [5]

@@ -9,7 +9,6 @@ import sys
 from contextlib import suppress
 
 import pytest
-import torch.distributed.fsdp
 from harness import REPO, load, processes_with
 
 
@@ -124,22 +123,6 @@ def test_checkpoints_are_written_in_both_ways(tmp_path):
 
 
 @pytest.mark.long
-def test_overhead_of_the_trainer_and_of_the_guard(tmp_path):
-    out = run(tmp_path, "overhead.py", "--ranks=2", "--turns=4")
-    assert re.search(r"^2 rank\(s\): step [\d.]+ ms; with fault tolerance [\d.]+ \+- ", out, re.M)
-    costs = re.search(r"hook ([\d.]+) us per step, threads (\d+) us per second", out)
-    assert 0 < float(costs[1]) < 1000 and 0 < int(costs[2]) < 100_000
-
-
-@pytest.mark.long
-def test_slow_ranks_are_counted(tmp_path):
-    out = run(tmp_path, "slow_rank.py", *"--only optimizer healthy --shares 0.5".split())
-    assert re.search(r"^\| optimizer \| [01] of 1 right \|$", out, re.M), out
-    assert "recall " in out and re.search("^false alarms [012] of 2 trainings", out, re.M)
-    assert "bytes in the store" in run(tmp_path, "slow_rank.py", "--dump")
-
-
-@pytest.mark.long
 def test_accuracy_reads_what_both_reach(tmp_path, tiny):
     words = [tiny[1], "--accuracy=1", "--rounds=1", "--cpu"]
     assert re.search(r"^template / ours: \d", run(tmp_path, "accuracy.py", *words), re.M)
@@ -151,26 +134,6 @@ def test_scaling_compares_predictions_with_measurements(tmp_path):
     out = run(tmp_path, "scaling.py", *"--mbits 200 --hosts 3 --processes 2".split())
     assert out.count("| 200 Mbit/s |") == 6 and "one host: median error" in out
     assert (tmp_path / "scaling.png").stat().st_size > 5000
-
-
-def test_each_rank_sends_little_in_the_rank_check_and_in_a_hang(tmp_path):
-    """Of 16 ranks; if each read what all others write, 5 kB and 30 kB."""
-    out = run(tmp_path, "ranks_at_scale.py", "--ranks", "16", "--output=")
-    row = r"^\| now \| 16 \| .* \| ([\d.]+) kB \| [\d,]+ \| (.*) \|$"
-    check, hang = re.findall(row, out, re.M)
-    assert float(check[0]) < 3 and check[1] == ""
-    assert float(hang[0]) < 8 and hang[1] == "16", out
-
-
-@pytest.mark.long
-def test_what_a_rank_sends_does_not_grow_with_the_number_of_ranks(tmp_path):
-    out = run(tmp_path, "ranks_at_scale.py", "--ranks", "16", "64", "--output=growth.png")
-    rows = re.findall(r"^\| now \| (\d+) \| .* \| ([\d.]+) kB \| ", out, re.M)
-    assert [size for size, _ in rows] == ["16", "64", "16", "64"]
-    check_16, check_64, hang_16, hang_64 = [float(kilobytes) for _, kilobytes in rows]
-    assert check_64 < 1.5 * check_16 and hang_64 < 1.5 * hang_16
-    assert out.count("| now, extrapolated | 10,000 | ") == 2
-    assert (tmp_path / "growth.png").stat().st_size > 5000
 
 
 ON_GPU = [REPO / "benchmarks/on_gpu.sh", "--cpu"]
@@ -276,29 +239,3 @@ def test_idle_share_counts_the_time_between_overlapping_kernels_once():
     assert idle_share([(30, 40), (0, 10), (5, 20), (6, 7)]) == 10 / 40
     assert idle_share([(0, 10), (10, 20)]) == 0
     assert math.isnan(idle_share([]))  # without permission to profile the GPU
-
-
-@pytest.mark.long
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch < 2.9")
-def test_fsdp_halves_what_two_ranks_hold(tmp_path):
-    words = "--model resnet18 --ranks 2 --steps 1 --rounds 1"
-    out = run(tmp_path, "recipes.py", *words.split())
-    assert re.search(r"^\| 2 \| 187\.0 MB \| 93\.5 MB \| 0\.500 \| \d\.\d\d ", out, re.M), out
-
-
-@pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-def test_slow_links_compares_ways_to_exchange_gradients(tmp_path):
-    words = "--mbits 200 --rounds 1 --steps 8 --seeds 1 --epochs 1 --ways plain bf16".split()
-    out = run(tmp_path, "slow_links.py", *words, "powersgd 4", "local 4")
-    for way in ("plain", "bf16", "powersgd 4", "local 4"):
-        assert re.search(rf"^\| {way} \| [\d.]+ MB \| \d+ \| [\d.]+ \(", out, re.M), out
-        assert re.search(rf"^\| {way} \| \d\.\d{{3}} .* % \|$", out, re.M), out
-
-
-@pytest.mark.long
-def test_useful_time_compares_intervals_of_checkpoints(tmp_path):
-    out = run(tmp_path, "useful_time.py", *"--kills 1 --mean 5".split())
-    rows = re.findall(r"^\| ([\w ]+) \| (\d+) \| \d+ % \|$", out, re.M)
-    assert [name for name, _ in rows] == ["automatic", "every epoch", "500 steps", "5 steps"]
-    assert int(rows[-1][1]) > 0, out
