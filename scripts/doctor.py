@@ -757,7 +757,7 @@ def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
         text += "; " + speed_text(measured["seconds"], "node", measured["local"])
     if links:
         text += f"; over {', '.join(measured['links'])}"
-    return Finding("OK", "all_reduce", text, data=measured)  # for scripts/plan.py
+    return Finding("OK", "all_reduce", text, data=measured)
 
 
 def speed_text(seconds: dict[str, float], group: str, ranks: int) -> str:

@@ -128,14 +128,6 @@ def test_accuracy_reads_what_both_reach(tmp_path, tiny):
     assert re.search(r"^template / ours: \d", run(tmp_path, "accuracy.py", *words), re.M)
 
 
-@pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-def test_scaling_compares_predictions_with_measurements(tmp_path):
-    out = run(tmp_path, "scaling.py", *"--mbits 200 --hosts 3 --processes 2".split())
-    assert out.count("| 200 Mbit/s |") == 6 and "one host: median error" in out
-    assert (tmp_path / "scaling.png").stat().st_size > 5000
-
-
 ON_GPU = [REPO / "benchmarks/on_gpu.sh", "--cpu"]
 
 

@@ -84,7 +84,7 @@ def test_a_healthy_cluster_gets_no_warning(cluster, repo, tmp_path, script):
     assert not found(findings, "WARN") and not found(findings, "FAIL"), text
     checks = {finding["check"]: finding for finding in findings}
     assert {"ranks", "clocks", "run directory", "network", "all_reduce"} <= checks.keys()
-    measured = checks["all_reduce"]["data"]  # for scripts/plan.py
+    measured = checks["all_reduce"]["data"]
     assert (measured["ranks"], measured["local"]) == (4, 2)
     sizes = [f"{name} {size}" for name in ("all", "node") for size in (8 << 10, 4 << 20)]
     assert list(measured["seconds"]) == sizes and min(measured["seconds"].values()) > 0
