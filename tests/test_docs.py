@@ -106,6 +106,7 @@ def test_the_task_of_the_readme_learns(clone):
     assert float(accuracy) > 90, out
 
 
+@pytest.mark.long
 def test_the_checks_of_troubleshooting_run(clone, monkeypatch):
     """As on the node of rank 0, while it listens."""
     programs = ("getent ", "timeout ", "hostname ", "ss ", "NCCL_DEBUG=WARN ", "torchrun ", "grep ")
@@ -180,6 +181,7 @@ def test_the_example_of_a_model_and_data_of_your_own(clone):
     assert difference(page[2][1], run(last, clone)) == ""
 
 
+@pytest.mark.long
 def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(clone, images):
     """Both classes of the page together: the second one inherits from the first."""
     python = [text for _, text in blocks((REPO / "docs/MAKE_IT_YOURS.md").read_text())]
