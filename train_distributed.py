@@ -679,7 +679,7 @@ def build_learner(task: Task, cfg: argparse.Namespace, world: World) -> Learner:
     if cfg.activation_checkpointing:
         blocks = task.blocks(model)
         if not blocks:
-            text = "Task.blocks() names no blocks of this model"
+            text = "Task.blocks() names no blocks of this model: return its layers there"
             raise UserError(f"--activation-checkpointing: {text}")
         for block in blocks:
             recompute_activations(block, cfg.compile)
@@ -1087,7 +1087,7 @@ def launch_environment(env) -> tuple[int, int, int, int]:
     Other programs need torchrun's names, so Slurm's values are written there.
     """
     if not env.get("RANK") and launch_variable(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        with explain("the variables of this step of Slurm are incomplete", KeyError):
+        with explain("the variables of this step of Slurm are incomplete: unset them", KeyError):
             env["RANK"] = env["SLURM_PROCID"]
             env["LOCAL_RANK"] = env["SLURM_LOCALID"]
             env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
@@ -1772,7 +1772,7 @@ class StopFlag:
         if os.environ.get("STOP_FILE"):
             self.files.append(Path(os.environ["STOP_FILE"]))
         end = os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
-        with explain("DEADLINE should be a time in seconds since 1970", ValueError):
+        with explain("DEADLINE should be in seconds since 1970, as of `date +%s`", ValueError):
             end = float(end)
         time_for_saving = min(120, (end - time.time()) / 10)
         self.deadline = end - time_for_saving

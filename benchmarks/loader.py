@@ -3,7 +3,6 @@
 
     python benchmarks/loader.py                         # creates its own files; one to five minutes
     python benchmarks/loader.py --data-dir imagenet --files 5000 --workers 8 16 32
-    python benchmarks/loader.py --alternatives          # other ways to decode and to store them
     python benchmarks/loader.py --make DIR --copies 8   # only creates files, each under 8 names
 
 Bare decoding is the limit: one process per core opens, decodes, crops, resizes and flips its share
@@ -12,26 +11,17 @@ the same in --workers processes and returns batches of 64; nothing is trained. T
 how smaller files raise the limit. All alternate. The output has the median images per second and
 the median ratio within a round.
 
---alternatives adds: decoding with torchvision.io.decode_jpeg instead of PIL; batches of 256, so
-that workers send fewer messages; and the same files in one Parquet file (needs the package
-datasets), with the number of files that an epoch opens.
 """
 
 import argparse
-import contextlib
 import functools
-import io
 import multiprocessing
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import can lose a KeyboardInterrupt
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -43,7 +33,6 @@ import train_distributed as trainer  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))
 FORK = multiprocessing.get_context("fork")
-WORK_DIRECTORY = "LOADER_BENCHMARK_DIRECTORY"  # set in the process that measures
 
 
 def make_file(root: Path, copies: int, index: int) -> None:
@@ -116,42 +105,6 @@ def alone(function, paths: list[str]) -> float:
     return len(paths) / (time.perf_counter() - began)
 
 
-class ParquetImages(torch.utils.data.Dataset):
-    """The same files and labels in one Parquet file, which Hugging Face's datasets reads."""
-
-    def __init__(self, samples: list[tuple[str, int]], transform, directory: Path):
-        import datasets
-
-        datasets.disable_progress_bars()
-        rows = {
-            "image": [Path(path).read_bytes() for path, _ in samples],
-            "label": [label for _, label in samples],
-        }
-        file = str(directory / "images.parquet")
-        datasets.Dataset.from_dict(rows).to_parquet(file)
-        self.rows = datasets.Dataset.from_parquet(file, cache_dir=str(directory / "cache"))
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int):
-        row = self.rows[index]
-        image = Image.open(io.BytesIO(row["image"])).convert("RGB")
-        return self.transform(image), row["label"]
-
-
-class Opens:
-    """Counts the files that Python code opens in this process."""
-
-    def __init__(self):
-        self.count = 0
-        sys.addaudithook(self.hook)
-
-    def hook(self, event: str, _arguments) -> None:
-        self.count += event == "open"
-
-
 class Loader:
     """The trainer's loader. Calling it reads one epoch and returns the images per second.
 
@@ -191,8 +144,6 @@ def compare(options, directory: Path) -> None:
     for workers in options.workers:
         ways[f"ours, {workers} workers"] = Loader(cfg, dataset, len(paths), workers)
     ways["alone, files of 256 pixels"] = lambda: alone(decode, smaller)
-    if options.alternatives:
-        ways |= alternatives(cfg, dataset, paths, directory)
     kilobytes = statistics.mean(os.path.getsize(path) for path in paths) / 1e3
     print(f"{CORES} cores, {len(paths)} files of {kilobytes:.0f} kB")
     speeds: dict[str, list[float]] = {name: [] for name in ways}
@@ -209,35 +160,6 @@ def compare(options, directory: Path) -> None:
         print(f"| {name} | {statistics.median(of_rounds):.0f} | {share} |")
 
 
-def alternatives(cfg, dataset, paths: list[str], directory: Path) -> dict:
-    """Other ways to decode and to store the files: {name: a function that returns images/s}."""
-    import torchvision
-
-    *crop_and_flip, _to_tensor = dataset.transform.transforms
-    transform = torchvision.transforms.Compose(crop_and_flip)
-    rgb = torchvision.io.ImageReadMode.RGB
-
-    def decode_jpeg(path: str) -> torch.Tensor:
-        return transform(torchvision.io.decode_jpeg(torchvision.io.read_file(path), mode=rgb))
-
-    def loader(data_set, workers: int = CORES, batch_size: int = cfg.batch_size) -> Loader:
-        its_cfg = argparse.Namespace(**{**vars(cfg), "batch_size": batch_size})
-        return Loader(its_cfg, data_set, len(paths), workers)
-
-    stored = ParquetImages(dataset.samples[: len(paths)], dataset.transform, directory)
-    opens = Opens()
-    for name, data_set in (("imagefolder", dataset), ("Parquet", stored)):
-        read_epoch = loader(data_set, workers=0)
-        opens.count = 0
-        read_epoch()
-        print(f"{name}: an epoch opens {opens.count} files")
-    return {
-        "alone, torchvision.io.decode_jpeg": lambda: alone(decode_jpeg, paths),
-        f"ours, {CORES} workers, batches of 256": loader(dataset, batch_size=256),
-        f"ours, {CORES} workers, Parquet": loader(stored),
-    }
-
-
 def main() -> None:
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
     parser = argparse.ArgumentParser(**style)
@@ -247,48 +169,22 @@ def main() -> None:
     workers = sorted({0, 1, 2, CORES, 2 * CORES})
     add("--workers", type=int, nargs="+", default=workers, help="[0 1 2, cores, twice the cores]")
     add("--rounds", type=int, default=5, help="[5]")
-    add("--alternatives", action="store_true", help="other ways to decode and to store, too")
     add("--make", type=Path, metavar="DIR", help="only create the files, in this directory")
     add("--copies", type=int, default=1, help="with --make: names of each file [1]")
     options = parser.parse_args()
     if options.files < CORES:
         parser.error(f"--files should be at least {CORES}, one for each core")
-    if WORK_DIRECTORY not in os.environ:
-        sys.exit(run_in_own_session())
-    directory = Path(os.environ[WORK_DIRECTORY])
     try:
         if options.make:
             make_files(options.make, options.files, options.copies)
             return
-        if not options.data_dir:
-            options.data_dir = directory / "made"
-            make_files(options.data_dir, options.files)
-        compare(options, directory)
+        with tempfile.TemporaryDirectory() as directory:
+            if not options.data_dir:
+                options.data_dir = Path(directory, "made")
+                make_files(options.data_dir, options.files)
+            compare(options, Path(directory))
     except (OSError, trainer.UserError) as error:
         parser.exit(2, f"loader.py: error: {error}\n")
-
-
-def run_in_own_session() -> int:
-    """Run this command again, in a session of its own, so that Ctrl-C only reaches this process,
-    which then kills the whole session. In a process that forks, Python can lose a Ctrl-C.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, WORK_DIRECTORY: directory}
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        process = subprocess.Popen(
-            [sys.executable, *sys.argv], env=environment, start_new_session=True
-        )
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.default_int_handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-            return process.wait()
-        except KeyboardInterrupt:
-            return 130
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 if __name__ == "__main__":

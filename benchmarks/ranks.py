@@ -48,10 +48,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[str]:
+def run_ranks(words: list, ranks: int, **env: str | None) -> list[str]:
     """Run Python with these arguments once per rank. Returns the stdout of each rank.
 
-    places: for each rank, a command prefix. env: variables for all ranks; None removes a variable.
+    env: variables for all ranks; None removes a variable.
     If a rank fails, the others are killed and this process exits with the output of that rank.
     """
     port = free_port()
@@ -64,11 +64,11 @@ def run_ranks(words: list, ranks: int, places=None, **env: str | None) -> list[s
     with tempfile.TemporaryDirectory() as directory:
         streams = [[Path(directory, f"{rank}.{name}") for name in "oe"] for rank in range(ranks)]
         processes = []
-        for rank, (place, (out, err)) in enumerate(zip(places or [[]] * ranks, streams)):
+        for rank, (out, err) in enumerate(streams):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "BEGAN": str(time.time())}
             with out.open("w") as to_out, err.open("w") as to_err:
                 more = {"env": shared | own, "stdout": to_out, "stderr": to_err}
-                processes.append(subprocess.Popen([*place, *words], **more))
+                processes.append(subprocess.Popen(words, **more))
         try:
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)

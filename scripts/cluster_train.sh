@@ -204,7 +204,7 @@ print("PyTorch distributed works")' || echo "cluster_train.sh: error: PyTorch di
   run_ranks "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
   if ((status > 0 && $(oom_kills) > kills)); then
-    report_failure "out of memory" "the kernel killed a process because the node ran out of memory"
+    report_failure "out of memory" "the kernel killed a process because the node ran out of memory: request more --mem, or use fewer --num-workers"
   fi
   exec &>/dev/null
   for _ in {1..500}; do # wait for the last lines on a slow terminal

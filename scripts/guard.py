@@ -618,7 +618,8 @@ def connect(world: dict[str, int], timeout: float):
     address = os.environ["MASTER_ADDR"]
     port = world["MASTER_PORT"]
     resolve(address, port, min(30, timeout))
-    timer = threading.Timer(timeout + 10, end_now, [f"{address}:{port} is not a PyTorch store"])
+    not_a_store = f"{address}:{port} is not a PyTorch store: set another MASTER_PORT"
+    timer = threading.Timer(timeout + 10, end_now, [not_a_store])
     timer.daemon = True
     timer.start()
     try:
@@ -720,7 +721,7 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
         started = [f"{format_ranges(ranks)} on {host}" for host, ranks in hosts.items()]
         return (
             f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
-            f"see their logs (ranks that started: {', '.join(started)})"
+            f"see their logs, or raise RANK_TIMEOUT (ranks that started: {', '.join(started)})"
         )
     return next(find_differences(infos), "")
 

@@ -68,7 +68,8 @@ class Run:
         try:
             records = read_objects(path)
         except OSError as error:
-            raise UserError(f"{directory} is not a run directory ({error.strerror})") from None
+            text = f"{directory} is not the --checkpoint-dir of a run ({error.strerror})"
+            raise UserError(text) from None
         for record in records:
             step = record.get("step")
             if not isinstance(step, int) or not is_number(step):

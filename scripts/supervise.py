@@ -641,7 +641,7 @@ class Supervisor:
                 rank = f"rank {failure['rank']} on "
             return failure["cause"], f"{rank}{failure['host']}: {failure['reason']}"
         if self.killed:
-            return "killed", "it did not stop in time, or you pressed Ctrl-C twice"
+            return "killed", "it did not stop in time (STOP_SECONDS), or you pressed Ctrl-C twice"
         if code == 2:
             return "configuration", "see the error above"
         return cause_of_exit_code(code)

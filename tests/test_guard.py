@@ -493,8 +493,8 @@ def test_a_script_for_torchrun_runs_in_an_srun_step(tmp_path):
 
 def test_ranks_that_do_not_start_are_named(tmp_path):
     result = run(3, write(tmp_path), env={"WORLD_SIZE": "5", "RANK_TIMEOUT": "3"})
-    text = "ranks 3-4 of 5 did not start within 3 s: see their logs (ranks that started: 0-2 on "
-    assert refused(result).startswith(text + HOST)
+    text = refused(result)
+    assert text.startswith("ranks 3-4 of 5 did not start within 3 s: ") and f"0-2 on {HOST}" in text
 
 
 def test_a_rank_zero_that_does_not_start_is_named(tmp_path):
@@ -773,7 +773,7 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
     good = [info(), info(), info("node02"), info("node02")]
     assert guard.find_problem(good, 300) == ""
     assert guard.find_problem([*good[:2], None, None], 300) == (
-        "ranks 2-3 of 4 did not start within 300 s: see their logs "
+        "ranks 2-3 of 4 did not start within 300 s: see their logs, or raise RANK_TIMEOUT "
         "(ranks that started: 0-1 on node01)"
     )
     old = info("node02", PyTorch="2.4.1")
@@ -825,7 +825,7 @@ def test_a_port_that_another_program_uses_is_named(tmp_path):
         result = run(1, write(tmp_path), env=env)
         assert "EADDRINUSE" in refused(result) and "is MASTER_PORT free" in result.err[0]
         result = run(1, write(tmp_path), env=lambda rank: env(1))
-        assert f"error: 127.0.0.1:{port} is not a PyTorch store\n" in result.err[0]
+        assert f"error: 127.0.0.1:{port} is not a PyTorch store" in result.err[0]
     assert json.loads((tmp_path / "failure").read_text())["cause"] == "port"
 
 

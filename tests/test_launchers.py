@@ -305,7 +305,7 @@ def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
     finally:
         group.rmdir()
     assert result.returncode > 0
-    assert "error: " in result.stdout and "the node ran out of memory\n" in result.stdout
+    assert "error: " in result.stdout and "the node ran out of memory" in result.stdout
     assert json.loads(failure.read_text())["cause"] == "out of memory"
 
 

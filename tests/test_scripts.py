@@ -102,7 +102,7 @@ def test_plots_compare_runs(tmp_path, tiny):
     result = run(*plot, runs[0], tmp_path / "absent")
     assert result.returncode == 2
     assert result.stderr == (
-        f"plot_metrics.py: error: {tmp_path}/absent is not a run directory "
+        f"plot_metrics.py: error: {tmp_path}/absent is not the --checkpoint-dir of a run "
         "(No such file or directory)\n"
     )
 

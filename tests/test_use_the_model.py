@@ -48,6 +48,7 @@ def test_the_code_of_the_page_runs_in_order(work):
     assert f"accuracy {accuracy}\n" in out and "weights True\n" in out
 
 
+@pytest.mark.long
 def test_an_image_file_is_prepared_as_for_the_evaluation(work, images):
     options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=224", "--epochs=1"]
     train(work / "runs/photos", 1, *options, "--batch-size=16", "--model=squeezenet1_1")

@@ -24,7 +24,6 @@ sys.path.insert(0, str(REPO / "scripts"))
 guard = load(REPO / "scripts/guard.py")
 supervise = load(REPO / "scripts/supervise.py")
 preflight = load(REPO / "scripts/preflight.py")
-plan = load(REPO / "scripts/plan.py")
 plot_metrics = load(REPO / "scripts/plot_metrics.py")
 compare_runs = load(REPO / "scripts/compare_runs.py")
 
@@ -293,17 +292,3 @@ def test_records_of_compare_runs(tmp_path, lines, others):
         is_equal, printed = result
         assert all(line.isprintable() for line in printed)
         assert compare_runs.compare(paths[1], paths[0])[0] == is_equal
-
-
-@cases(0.02)
-@given(fuzz.command_lines(plan.build_parser()))
-@example(words=["--classes=1000000000"])
-@example(words=["--image-size=1000000000"])
-def test_plans(words):
-    def planned():
-        args = trainer.parse_config(["--dataset=mnist", *words], plan.build_parser())
-        found = plan.predict(args)
-        plan.print_plan(args, found)
-        return list(plan.warnings(args, found))
-
-    fuzz.outcome(planned)
