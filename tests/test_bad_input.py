@@ -236,30 +236,6 @@ def test_a_foreign_checkpoint_is_refused_and_not_executed(tmp_path, tiny, conten
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_checkpoint_of_the_version_before_is_refused(tmp_path, tiny, resume):
-    (tmp_path / "old").mkdir()
-    path = tmp_path / "old/checkpoint_epoch_2.pt"
-    old = {
-        "name": "checkpoint_epoch_2",
-        "run": "simple_convnet, sgd, 203 samples of mnist",
-        "config": {"global_batch_size": 8, "seed": 42, "epochs": 5, "amp": "off"},
-        "global_step": 52,
-        "epoch_totals": [1, 2, 3],
-        "logged_totals": [1, 2, 3],
-        "model": {"weight": torch.zeros(2)},
-        "optimizer": {"state": {}, "param_groups": []},
-        "scaler": {},
-    }
-    torch.save(old, path)
-    options = [f"--resume={path}"] if resume else []
-    message = refuse(tmp_path / ("new" if resume else "old"), *tiny, *options)
-    text = f"{path} on {os.uname().nodename} (checkpoint_epoch_2) is of an earlier version of "
-    text += "train_distributed.py: finish the run with that version, or choose another directory"
-    assert message == text
-    assert torch.load(path, weights_only=True)["global_step"] == 52
-
-
 def test_out_of_memory_while_loading_is_not_called_damaged(finished, tiny):
     for error in ("MemoryError()", "RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')"):
         full = f"""if True:
@@ -275,16 +251,6 @@ def test_out_of_memory_while_loading_is_not_called_damaged(finished, tiny):
         message = refuse(finished, *tiny, before=full)
         path = f"{finished}/checkpoint_epoch_1.pt on {os.uname().nodename}"
         assert message.startswith(f"not enough memory to load {path} ({error[:11]}")
-
-
-def test_a_script_in_the_style_of_earlier_versions_is_refused(tmp_path, tiny):
-    for name in ("get_datasets", "build_model", "compute_loss"):
-        old = f"import train_distributed\ntrain_distributed.{name} = print"
-        message = refuse(tmp_path / "r", *tiny, before=old)
-        assert message == (
-            f"{name}() is a method of the class Task now: make your functions methods of a "
-            "subclass of Task, and call main(MyTask()); see docs/MAKE_IT_YOURS.md"
-        )
 
 
 WRONG_LOSSES = """if True:
