@@ -1658,7 +1658,7 @@ def load_checkpoint(path: Path, file: io.BytesIO | None = None) -> dict:
         if file is not None:
             file.seek(0)
         content = torch.load(source, map_location="cpu", weights_only=True)
-        name = content["name"]  # KeyError if it is not one of ours
+        content["task"]  # KeyError if it is not one of ours
     except Exception as error:  # a file can be damaged in many ways
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, MemoryError) or "allocate memory" in cause:
@@ -1666,9 +1666,6 @@ def load_checkpoint(path: Path, file: io.BytesIO | None = None) -> dict:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a wrong offset in the file
             raise UserError(f"cannot read {place} ({error.strerror or cause})", "disk") from None
         raise UserError(f"{place} is damaged or not a checkpoint ({cause})", "damaged") from None
-    if "task" not in content:
-        text = f"{place} ({name}) is of an earlier version of train_distributed.py"
-        raise UserError(f"{text}: finish the run with that version, or choose another directory")
     return content
 
 
@@ -2233,7 +2230,6 @@ def main(task: Task | None = None, argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopFlag exists, Ctrl-C ends the process
     task = task or Task()
     try:
-        refuse_replaced_functions()
         cfg = parse_config(sys.argv[1:] if argv is None else argv, build_parser(task))
         configure_torch(cfg)
         world = setup_distributed(cfg)
@@ -2255,16 +2251,6 @@ def main(task: Task | None = None, argv: list[str] | None = None) -> None:
     if dist.is_initialized():
         time.sleep(0.5 if torch.__version__ < "2.8" else 0.2)  # for gloo: pytorch issue 179291
         dist.destroy_process_group()  # not after an error: it might wait for other ranks
-
-
-def refuse_replaced_functions() -> None:
-    """Earlier versions of this file were adapted by replacing these functions."""
-    for name in ("get_datasets", "build_model", "build_optimizer", "compute_loss", "learning_rate"):
-        if name in globals():
-            raise UserError(
-                f"{name}() is a method of the class Task now: make your functions methods of a "
-                "subclass of Task, and call main(MyTask()); see docs/MAKE_IT_YOURS.md"
-            )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -258,6 +258,18 @@ def rank_of(pid: int) -> str:
     return "?"
 
 
+@contextmanager
+def running(command: list, **options):
+    """A process in a session of its own. In the end, it and its children are killed."""
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -327,7 +339,7 @@ def run_ranks(
     env=lambda rank: {},
     before: str = "",
     during=None,
-    timeout: float = 120,
+    timeout: float = 240,
     directory: Path | None = None,
 ) -> Result:
     """Run the trainer or guard.py on `ranks` ranks, which start and end as under torchrun.

@@ -7,7 +7,9 @@
 #
 # --cluster runs the tests on a real Slurm cluster too, in namespaces of this machine: as root, on
 # Debian, whose packages it installs. Without it, they run if the packages are installed. --long runs
-# all of the fault suite: hundreds of kills and damaged files, every fault with every launcher.
+# all of the fault suite: hundreds of kills and damaged files, every fault with every launcher. A test
+# that takes more than 5 minutes (with --long, an hour) fails. Ctrl-C and SIGTERM end the tests and
+# everything that they have started.
 #
 # --versions runs only tests/versions.py: the trainer's and the guard's tests on the oldest and the
 # newest Python and PyTorch, or on those versions: of Python alone, or of Python:PyTorch. It fails if a
@@ -29,6 +31,9 @@ set -euo pipefail
 
 export VENV="${VENV:-.venv}"
 export SLURM="${SLURM:-}"
+
+pytest=("$VENV/bin/python" -m pytest -q -ra --durations=15)
+output="" # file with the output of a session of pytest in the background
 
 print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
@@ -54,21 +59,37 @@ lint() {
   "$bin/shfmt" -d -i 2 -ci "${scripts[@]}" .ci/run
 }
 
-run_tests() {
-  "$VENV/bin/python" -m pytest -q -ra --durations=5 "$@"
-}
-
 # The cluster tests mostly wait for Slurm, so they run beside the others, with those of faults/, so that both
 # halves take equally long. Their output comes last.
-run_all_tests() {
-  local output status=0
+run_two_halves() {
+  local cluster others results=(passed passed)
   output="$(mktemp)"
-  run_tests tests/cluster tests/faults >"$output" 2>&1 &
-  run_tests tests --ignore=tests/cluster --ignore=tests/faults || status=1
-  wait $! || status=1
+  "${pytest[@]}" tests/cluster tests/faults &>"$output" &
+  cluster="$!"
+  "${pytest[@]}" tests --ignore=tests/cluster --ignore=tests/faults &
+  others="$!"
+  wait "$others" || results[0]=FAILED
+  wait "$cluster" || results[1]=FAILED
+  print_output
+  echo "tests/cluster and tests/faults: ${results[1]}; the others, printed before them: ${results[0]}"
+  [[ "${results[*]}" != *FAILED* ]]
+}
+
+print_output() {
   cat "$output"
   rm "$output"
-  return "$status"
+}
+
+# After Ctrl-C, SIGTERM or SIGHUP: each session of pytest ends its test and its clusters.
+interrupted() {
+  trap '' INT TERM HUP
+  if [[ -n "$output" ]]; then
+    jobs -p | xargs --no-run-if-empty kill -TERM || true # one may have ended
+    wait
+    print_output
+  fi
+  echo "run.sh: error: interrupted" >&2
+  exit 130
 }
 
 main() {
@@ -80,6 +101,7 @@ main() {
   if [[ "${1:-}" == --versions ]]; then
     exec python3 tests/versions.py "${@:2}"
   fi
+  trap interrupted INT TERM HUP
   scripts/quickstart.sh --install-only
   if ! cmp -s tests/requirements.txt "$VENV/installed-tests-requirements.txt"; then
     "$VENV/bin/pip" install --quiet --disable-pip-version-check -r tests/requirements.txt
@@ -89,17 +111,15 @@ main() {
     if [[ "$1" == --cluster ]]; then
       install_cluster
     else
-      export FAULTS=long
+      export FAULTS=long PYTEST_TIMEOUT=3600
     fi
     shift
   done
   lint
-  "$VENV/bin/python" tests/accelerator/simgpu.py || true # the tests then fail with the error
   if (($# == 0)) && [[ -n "${CLUSTER_TESTS:-}" && -z "${FAULTS:-}" ]]; then
-    run_all_tests
+    run_two_halves
   else
-    [[ -e "${1:-}" ]] || set -- tests "$@"
-    run_tests "$@"
+    exec "${pytest[@]}" "$@"
   fi
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import PLAIN, REPO, TORCHRUN, launch, train, write_mnist
+from harness import REPO, TORCHRUN, launch, train, write_mnist
 
 import train_distributed
 
@@ -236,30 +236,6 @@ def test_a_foreign_checkpoint_is_refused_and_not_executed(tmp_path, tiny, conten
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_checkpoint_of_the_version_before_is_refused(tmp_path, tiny, resume):
-    (tmp_path / "old").mkdir()
-    path = tmp_path / "old/checkpoint_epoch_2.pt"
-    old = {
-        "name": "checkpoint_epoch_2",
-        "run": "simple_convnet, sgd, 203 samples of mnist",
-        "config": {"global_batch_size": 8, "seed": 42, "epochs": 5, "amp": "off"},
-        "global_step": 52,
-        "epoch_totals": [1, 2, 3],
-        "logged_totals": [1, 2, 3],
-        "model": {"weight": torch.zeros(2)},
-        "optimizer": {"state": {}, "param_groups": []},
-        "scaler": {},
-    }
-    torch.save(old, path)
-    options = [f"--resume={path}"] if resume else []
-    message = refuse(tmp_path / ("new" if resume else "old"), *tiny, *options)
-    text = f"{path} on {os.uname().nodename} (checkpoint_epoch_2) is of an earlier version of "
-    text += "train_distributed.py: finish the run with that version, or choose another directory"
-    assert message == text
-    assert torch.load(path, weights_only=True)["global_step"] == 52
-
-
 def test_out_of_memory_while_loading_is_not_called_damaged(finished, tiny):
     for error in ("MemoryError()", "RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')"):
         full = f"""if True:
@@ -275,16 +251,6 @@ def test_out_of_memory_while_loading_is_not_called_damaged(finished, tiny):
         message = refuse(finished, *tiny, before=full)
         path = f"{finished}/checkpoint_epoch_1.pt on {os.uname().nodename}"
         assert message.startswith(f"not enough memory to load {path} ({error[:11]}")
-
-
-def test_a_script_in_the_style_of_earlier_versions_is_refused(tmp_path, tiny):
-    for name in ("get_datasets", "build_model", "compute_loss"):
-        old = f"import train_distributed\ntrain_distributed.{name} = print"
-        message = refuse(tmp_path / "r", *tiny, before=old)
-        assert message == (
-            f"{name}() is a method of the class Task now: make your functions methods of a "
-            "subclass of Task, and call main(MyTask()); see docs/MAKE_IT_YOURS.md"
-        )
 
 
 WRONG_LOSSES = """if True:
@@ -392,27 +358,25 @@ def test_another_number_of_nodes_or_ranks_than_asked_for_is_refused(tmp_path, ti
         assert message == "--nodes or --gpus-per-node: this launch has 1 x 2 ranks"
 
 
-@pytest.mark.parametrize("command", [PLAIN, [*TORCHRUN, REPO / "train_distributed.py"]])
-def test_a_mistyped_option_is_one_sentence_on_the_command_line(tmp_path, command):
-    command = [*command, "--bacth-size=8"]
+def test_a_mistyped_option_is_one_sentence_on_the_command_line(tmp_path):
+    command = [*TORCHRUN, REPO / "train_distributed.py", "--bacth-size=8"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert result.returncode == (2 if len(command) == 3 else 1)  # torchrun makes it 1
+    assert result.returncode == 1  # torchrun's
     error = "unrecognized arguments: --bacth-size=8, did you mean --batch-size?"
     printed = result.stderr.count(f"train_distributed.py: error: {error}\n")
-    assert printed == 1 or (printed == 2 and len(command) > 3)  # rank 1 waits 2 s for rank 0
+    assert printed in (1, 2)  # rank 1 waits some seconds for rank 0
     assert result.stdout == "" and result.stderr.count("Error: ") <= 1  # torchrun's own
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("launcher", [[], [str(REPO / "scripts/guard.py")]])
-def test_an_own_script_shows_its_name_and_docstring(tmp_path, launcher):
+def test_an_own_script_shows_its_name_and_docstring(tmp_path):
     script = tmp_path / "my_train.py"
     script.write_text('"""Train my network."""\nfrom train_distributed import main\nmain()\n')
     env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
 
     def run(option: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, *launcher, str(script), option]
+        command = [sys.executable, str(REPO / "scripts/guard.py"), str(script), option]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
 
     printed = run("--help").stdout
@@ -483,6 +447,7 @@ DATA_FAILS_ON_RANK_0 = """if True:
 """
 
 
+@pytest.mark.long
 def test_an_exception_on_rank_0_alone_ends_the_other_ranks_too(tmp_path, tiny):
-    run = launch(tmp_path / "run", 2, *tiny, before=DATA_FAILS_ON_RANK_0, timeout=60)
+    run = launch(tmp_path / "run", 2, *tiny, before=DATA_FAILS_ON_RANK_0)
     assert (run.codes[1], run.err[1]) == (2, "")

@@ -15,32 +15,17 @@ def flip(path):
     path.write_bytes(content)
 
 
-def zero_page(path):
-    content = path.read_bytes()
-    path.write_bytes(content[:40960] + bytes(4096) + content[45056:])
-
-
-DAMAGE = {
-    "a flipped bit": flip,
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "empty": lambda path: path.write_bytes(b""),
-    "zeroed page": zero_page,
-}
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory, tiny):
     return train(tmp_path_factory.mktemp("straight") / "run", 2, *tiny, "--epochs=3")
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_the_newest_intact_checkpoint_is_used_and_the_run_ends_the_same(
-    tmp_path, tiny, straight, damage
-):
+def test_the_newest_intact_checkpoint_is_used_and_the_run_ends_the_same(tmp_path, tiny, straight):
+    """faults/test_damage.py tries other kinds of damage."""
     options = [*tiny, "--epochs=3"]
     damaged = tmp_path / "run" / "checkpoint_epoch_2.pt"
     train(tmp_path / "run", 2, *options, "--stop-at-step=26")
-    DAMAGE[damage](damaged)
+    flip(damaged)
     run = train(tmp_path / "run", 2, *options)
     assert run.err[0].startswith(f"WARNING: skipped: {damaged} on ")
     assert run.err[0].count("\n") == 1 and "is damaged or not a checkpoint (" in run.err[0]

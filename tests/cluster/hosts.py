@@ -72,17 +72,27 @@ class Cluster:
         self.directory = directory
         inherited = {k: v for k, v in os.environ.items() if not LAUNCH_VARIABLES.search(k)}
         self.env = inherited | {"CLUSTER": str(directory), "PYTHON": sys.executable}
-        up = subprocess.run(
+        up = subprocess.Popen(
             [HERE / "up.sh", str(nodes), str(slots)],
             env=self.env | env,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             text=True,
         )
-        assert up.returncode == 0, up.stdout + up.stderr
+        try:
+            output, _ = up.communicate()
+        except BaseException:  # also KeyboardInterrupt
+            up.terminate()  # it then runs down.sh
+            up.wait()
+            raise
+        assert up.returncode == 0, output
         self.hosts = sorted(path.name for path in (directory / "hosts").iterdir())
 
     def down(self) -> None:
-        subprocess.run([HERE / "down.sh"], env=self.env, check=True)
+        # In a session of its own, it finishes even if the tests are interrupted.
+        down = subprocess.Popen([HERE / "down.sh"], env=self.env, start_new_session=True)
+        assert down.wait() == 0
         assert not self.directory.exists()
 
     def start(self, host: str, *command, cwd=REPO, **env: str) -> subprocess.Popen:

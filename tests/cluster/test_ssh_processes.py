@@ -1,11 +1,12 @@
 """Each process of a supervised training on two hosts, started by ssh, is killed or stopped at a
-random moment: as in faults/test_processes.py. With --long, each case runs 20 times.
+random moment: as in faults/test_processes.py.
 """
 
 from contextlib import suppress
 from pathlib import Path
 
-from disturbed import Training, disturb, parameters
+import pytest
+from disturbed import REPEATS, Training, disturb
 from harness import is_rank, parent_of
 from hosts import HERE
 
@@ -32,7 +33,6 @@ CAUSES = {
     ("rank", "SIGSTOP"): {"hang"},
     ("worker", "SIGSTOP"): {"hang"},
 }
-IN_CI = [("sshd", "SIGKILL")]
 
 
 def kind_of(host: str, pid: int, line: str) -> str:
@@ -83,7 +83,9 @@ class SshTraining(Training):
         return found
 
 
-@parameters(CAUSES, IN_CI)
+@pytest.mark.long
+@pytest.mark.parametrize("kind, name", CAUSES)
+@pytest.mark.parametrize("repeat", range(REPEATS))
 def test_a_process_that_is_killed_or_stopped_leaves_nothing_and_costs_nothing_saved(
     tmp_path, images, undisturbed, cluster, repo, kind, name, repeat
 ):

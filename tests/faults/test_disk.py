@@ -1,6 +1,5 @@
 """Full and read-only disks: the error is named, training goes on, no saved file is lost."""
 
-import re
 import subprocess
 
 import pytest
@@ -48,22 +47,18 @@ def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(tiny, sma
     assert ours == theirs
 
 
-@pytest.mark.parametrize("saves", ["the final save", "three saves in a row"])
-def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny, small_disk, saves):
+def test_a_disk_that_stays_full_ends_the_run_after_three_saves(tiny, small_disk):
     small_disk(int(1.5 * STATE))
-    more = ["--epochs=1", "--stop-at-step=6", "--checkpoint-every-steps=3"]
-    if saves == "three saves in a row":
-        more = ["--epochs=1000", "--checkpoint-every-steps=2"]
+    more = ["--epochs=1000", "--checkpoint-every-steps=2"]
     run = launch(small_disk.path / "run", 2, *tiny, *more)
     assert run.codes[0] == 2
     last = [line for line in run.err[0].splitlines() if "error: " in line][-1]
     assert "No space left on device" in last and "is the disk full?" in last
-    assert run.err[0].count("training continues") == (2 if "three" in saves else 0)
+    assert run.err[0].count("training continues") == 2
     assert not list(run.directory.glob(".*.tmp"))
-    first = "checkpoint_step_2" if "three" in saves else "checkpoint_step_3"
     small_disk(10 * STATE)
     again = train(small_disk.path / "run", 2, *tiny, *more[:1], "--stop-at-step=9")
-    assert f"Resuming from {run.directory}/{first}.pt" in again.out[0]
+    assert f"Resuming from {run.directory}/checkpoint_step_2.pt" in again.out[0]
 
 
 def test_metrics_of_a_full_disk_are_written_later(tmp_path, tiny, small_disk):
@@ -92,44 +87,6 @@ def test_metrics_of_a_full_disk_are_written_later(tmp_path, tiny, small_disk):
     assert "cannot write metrics yet: [Errno 28] No space left on device" in run.err[0]
     assert [record["step"] for record in run.records("train")] == list(range(1, 27))
     assert len(run.records("epoch")) == 1
-
-
-def test_training_goes_on_while_its_directory_is_read_only(tiny, small_disk, straight):
-    """Linux remounts a file system read-only after an I/O error, for example.
-
-    The test uses a read-only bind mount: `remount,ro` fails while the trainer has a file open.
-    """
-    options = [*tiny, "--epochs=1", "--checkpoint-every-steps=3", "--keep=100"]
-    small_disk(100 * STATE)
-    run_directory = small_disk.path / "run"
-    mount = f"""if True:
-    import subprocess
-    import train_distributed
-
-    def train_step(run, *arguments, inner=train_distributed.train_step):
-        inner(run, *arguments)
-        if run.state.step == 4 and run.world.rank == 0:
-            subprocess.run(["mount", "--bind", *2 * [{str(run_directory)!r}]], check=True)
-            remount = ["mount", "-o", "remount,bind,ro", {str(run_directory)!r}]
-            subprocess.run(remount, check=True)
-        if run.state.step == 10 and run.world.rank == 0:
-            subprocess.run(["umount", {str(run_directory)!r}], check=True)
-
-    train_distributed.train_step = train_step
-    """
-    try:
-        run = train(run_directory, 2, *options, before=mount)
-    finally:
-        subprocess.run(["umount", run_directory], stderr=subprocess.DEVNULL)  # if it is left
-    warnings = [line for line in run.err[0].splitlines() if line.endswith("; training continues")]
-    assert [re.search(r"checkpoint_step_\d+", line)[0] for line in warnings] == [
-        *("checkpoint_step_6", "checkpoint_step_9")
-    ]
-    assert all("Read-only file system" in line for line in warnings)
-    assert run.checkpoints() == {*("checkpoint_step_3", "checkpoint_step_12", "checkpoint_epoch_1")}
-    name = "checkpoint_epoch_1"
-    assert_same_state(run.checkpoint(name), straight.checkpoint(name))
-    assert [r["step"] for r in run.records("train")] == list(range(1, 14))
 
 
 def test_a_read_only_directory_is_named_before_anything_starts(tiny, small_disk):

@@ -1,7 +1,7 @@
 """Random options, environments, config files and run directories: each works, or is refused with
 one sentence.
 
-2,000 cases, the same in each run; with --long, 20,000 others. A case that failed once stays as an
+200 cases, the same in each run; with --long, 20,000 others. A case that failed once stays as an
 @example.
 """
 
@@ -52,7 +52,7 @@ EPOCH |= {"evaluation_seconds": 0.5}
 
 def cases(share: float):
     """This share of all cases."""
-    count = int(share * (20_000 if LONG else 2_000))
+    count = int(share * (20_000 if LONG else 200))
     fixtures = HealthCheck.function_scoped_fixture  # a directory for all cases of a test
     ignored = [HealthCheck.too_slow, HealthCheck.filter_too_much, fixtures]
     return settings(

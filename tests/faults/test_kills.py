@@ -6,14 +6,12 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 from harness import (
     FOREVER,
     LONG,
@@ -22,6 +20,7 @@ from harness import (
     assert_same_state,
     launch,
     processes_by_kind,
+    running,
     steps_of,
     train,
     wait_for_step,
@@ -54,7 +53,7 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
         os.kill(processes[0].pid, signal.SIGKILL)
 
     options = [*tiny, FOREVER, "--checkpoint-every-steps=1"]
-    for trial in range(200 if LONG else 8):
+    for trial in range(200 if LONG else 4):
         result = launch(run, 1, *options, during=kill)
         assert result.codes == [-signal.SIGKILL], result.err
         inside += any(run.glob(".*.tmp"))
@@ -65,31 +64,6 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
         newest = step
     print(f"{inside} of the kills left a half-written file")
     assert inside
-
-
-NAIVE = """
-import sys, torch
-state = {"model": torch.arange(2_400_000.0)}
-while True:
-    torch.save(state, sys.argv[1])
-    print("saved", flush=True)
-"""
-
-
-@pytest.mark.long
-def test_control_a_file_saved_in_place_does_not_survive_kills(tmp_path):
-    draw, broken, path = random.Random(4), 0, tmp_path / "naive.pt"
-    for _ in range(5):
-        writer = subprocess.Popen([sys.executable, "-c", NAIVE, path], stdout=subprocess.PIPE)
-        writer.stdout.readline()
-        time.sleep(draw.random() / 10)
-        writer.kill()
-        writer.wait()
-        try:
-            torch.load(path, weights_only=True)
-        except Exception:
-            broken += 1
-    assert broken
 
 
 # ------------------------------------------------------------------------------ at random moments
@@ -120,11 +94,12 @@ def assert_same_training(run, straight, mode: str) -> None:
         assert_same_state(run.newest(), straight.newest())
 
 
-@pytest.mark.parametrize("mode", ["--reproducible", pytest.param("plain", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
 def test_a_training_whose_ranks_are_killed_ends_as_if_nothing_had_happened(tmp_path, tiny, mode):
     """The test starts the ranks itself, another number of them each time."""
     draw, run = random.Random(mode), tmp_path / "run"
-    kills, epochs = (20, 60) if LONG else (3, 10)  # epochs of 6 steps
+    kills, epochs = 20, 60  # epochs of 6 steps
     options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
 
     def kill(processes):
@@ -191,10 +166,7 @@ class Campaign:
     def start(self, kills: int, draw: random.Random) -> str:
         """Run to the end of the training; returns the output."""
         streams = dict.fromkeys(("stdout", "stderr"), self.log.open("w"))
-        process = subprocess.Popen(
-            self.command, env=self.env, cwd=REPO, start_new_session=True, **streams
-        )
-        try:
+        with running(self.command, env=self.env, cwd=REPO, **streams) as process:
             for number in range(kills):
                 wait_until(lambda: self.trains(process, number), "no new steps", 300)  # noqa: B023
                 time.sleep(draw.random())
@@ -204,11 +176,8 @@ class Campaign:
                     print(f"kill {number}: {kind} {victim}")
                     with suppress(ProcessLookupError):
                         os.kill(victim, signal.SIGKILL)
-            assert process.wait(timeout=900) == 0, self.log.read_text()[-3000:]
-        finally:
-            process.kill()
-            process.wait()
-        wait_until(lambda: not any(self.members().values()), "something still runs", 20)
+            assert process.wait() == 0, self.log.read_text()[-3000:]
+            wait_until(lambda: not any(self.members().values()), "something still runs")
         return self.log.read_text()
 
     def trains(self, process, number: int) -> bool:
@@ -251,10 +220,7 @@ def descendants(pid: int) -> list[int]:
     return [p for child in map(int, children) for p in (child, *descendants(child))]
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
-def test_loader_workers_outlive_a_stop_signal_but_not_a_killed_rank(tmp_path, images, number, code):
-    """With the start method that is the default of Python 3.14, too."""
-    method = "import multiprocessing; multiprocessing.set_start_method('forkserver', force=True)"
+def test_loader_workers_do_not_outlive_a_killed_rank(tmp_path, images):
     options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=32", FOREVER]
     options += ["--batch-size=1", "--num-workers=2", "--log-every-steps=1000"]
     started = []
@@ -264,12 +230,8 @@ def test_loader_workers_outlive_a_stop_signal_but_not_a_killed_rank(tmp_path, im
         (rank,) = processes
         started.extend(descendants(rank.pid))
         assert len(started) >= 4  # two for each of the two sets
-        for pid in [rank.pid, *started] if number == signal.SIGTERM else [rank.pid]:
-            os.kill(pid, number)
+        os.kill(rank.pid, signal.SIGKILL)
 
-    run = launch(tmp_path / "run", 1, *options, before=method, during=during)
-    assert run.codes == [code], run.err
-    if number == signal.SIGTERM:
-        assert run.status()["state"] == "stopped"
+    launch(tmp_path / "run", 1, *options, during=during)
     left = [pid for pid in started if Path(f"/proc/{pid}").exists()]
-    wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in left), f"{left} still run", 30)
+    wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in left), f"{left} still run")

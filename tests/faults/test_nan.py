@@ -27,8 +27,9 @@ BROKEN = """if True:
 """
 
 
-@pytest.mark.parametrize("optimizer, mode", [("sgd", "--reproducible"), ("adamw", "--amp=off")])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "ranks, optimizer, mode", [(3, "sgd", "--reproducible"), (1, "adamw", "--amp=off")]
+)
 def test_all_ranks_skip_a_step_with_nan_on_one_rank(tmp_path, tiny, ranks, optimizer, mode):
     options = [*tiny, "--epochs=1", f"--optimizer={optimizer}", mode, "--keep=100"]
     ends = []
@@ -55,10 +56,9 @@ def test_all_ranks_skip_a_step_with_nan_on_one_rank(tmp_path, tiny, ranks, optim
     assert_same_state(ends[0], ends[-1])  # it does not matter where the NaN was
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_first_step_with_nan_leaves_the_momentum_at_zero(tmp_path, tiny, ranks):
+def test_a_first_step_with_nan_leaves_the_momentum_at_zero(tmp_path, tiny):
     options = [*tiny, "--epochs=1", "--checkpoint-every-steps=1", "--stop-at-step=3", "--keep=9"]
-    run = train(tmp_path / "run", ranks, *options, before=BROKEN.format(rank=0, steps=[1]))
+    run = train(tmp_path / "run", 2, *options, before=BROKEN.format(rank=0, steps=[1]))
     state = run.checkpoint("checkpoint_step_1")["optimizer"]["state"]
     assert not any(values["momentum_buffer"].any() for values in state.values())
     model = run.checkpoint("checkpoint_step_3")["model"]
@@ -106,28 +106,10 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, tiny):
     assert run.checkpoints() == {"checkpoint_step_3"}
 
 
-def test_a_resumed_run_does_not_report_again_what_was_skipped_before(tmp_path, tiny):
-    first = train(
-        tmp_path / "run", 1, *tiny, "--stop-at-step=4", before=BROKEN.format(rank=0, steps=[2])
-    )
-    assert "WARNING: 1 steps skipped: their gradients were not finite\n" in first.err[0]
-    again = train(tmp_path / "run", 1, *tiny, "--stop-at-step=6")
-    assert again.err == [""]
-
-
 def test_rare_skipped_steps_do_not_end_a_run_however_many_there_are(tmp_path, tiny):
     before = BROKEN.format(rank=0, steps=list(range(2, 60, 2)))
     run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=52", before=before)
     assert run.err[0].count("WARNING: 1 steps skipped: ") == 26
-
-
-def test_very_many_skipped_steps_between_two_syncs_are_one_sentence(tmp_path, tiny):
-    often = [*tiny[:-1], "--log-every-steps=400", "--batch-size=1", "--global-batch-size=1"]
-    before = BROKEN.format(rank=0, steps="range(1, 400)")
-    before += "    train_distributed.Coordinator.is_due = lambda self, step: step == 190\n"
-    run = launch(tmp_path / "run", 1, *often, "--epochs=2", before=before)
-    assert run.codes == [2] and "Traceback" not in run.err[0]
-    assert "error: gradients are often not finite: lower --lr or set " in run.err[0]
 
 
 MASKED_MODEL = """if True:

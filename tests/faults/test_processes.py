@@ -1,11 +1,12 @@
 """Each process of a supervised training is killed or stopped at a random moment.
 
 Afterwards nothing is left, the recorded cause is right, no saved step is lost, and the final
-weights are those of an undisturbed training, bit for bit. With --long, each case runs 20 times,
-which takes two hours; REPEATS=3 runs it three times. With -s, pytest prints a line for each.
+weights are those of an undisturbed training, bit for bit. Each case runs 20 times, which takes two
+hours; REPEATS=3 runs it three times. With -s, pytest prints a line for each.
 """
 
-from disturbed import Training, disturb, parameters
+import pytest
+from disturbed import REPEATS, Training, disturb
 
 # What attempts.jsonl may say of the disturbed attempt. "finished": it did not matter.
 CAUSES = {
@@ -24,10 +25,11 @@ CAUSES = {
     ("rank 1", "SIGSTOP"): {"hang"},
     ("worker", "SIGSTOP"): {"hang"},
 }
-IN_CI = [("rank 1", "SIGSTOP")]
 
 
-@parameters(CAUSES, IN_CI)
+@pytest.mark.long
+@pytest.mark.parametrize("kind, name", CAUSES)
+@pytest.mark.parametrize("repeat", range(REPEATS))
 def test_a_process_that_is_killed_or_stopped_leaves_nothing_and_costs_nothing_saved(
     tmp_path, images, undisturbed, kind, name, repeat
 ):

@@ -10,6 +10,8 @@ from harness import REPO, copy_repository
 
 import train_distributed
 
+pytestmark = pytest.mark.long
+
 # safeguard: (its test, what the failing test shows, code that disables it: `t` is the trainer)
 TRAINER = {
     "ranks agree on a stop": (
@@ -281,7 +283,6 @@ def without(safeguard: str) -> str:
     return "\n".join(["import train_distributed as t", *lines])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("safeguard", TRAINER)
 def test_without_a_safeguard_of_the_trainer_its_test_fails(tmp_path, safeguard):
     tests, expected, code = TRAINER[safeguard]
@@ -290,7 +291,6 @@ def test_without_a_safeguard_of_the_trainer_its_test_fails(tmp_path, safeguard):
     assert_fails(tests, expected, tmp_path, REPO, WITHOUT_SAFEGUARD=without(code))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("safeguard", SCRIPTS)
 def test_without_a_safeguard_of_a_script_its_test_fails(tmp_path, safeguard):
     name, tests, expected, code = SCRIPTS[safeguard]
@@ -307,7 +307,6 @@ def test_without_a_safeguard_of_a_script_its_test_fails(tmp_path, safeguard):
 
 
 def test_a_mutation_that_crashes_is_an_error_of_the_mutation(tmp_path):
-    """The test of this one runs in the process of pytest, so it takes two seconds."""
     tests = "test_bad_input.py -k 'identity_of_a_run and samples'"
     for code, expected in (
         ("t.check_identity = lambda checkpoint: None", "the mutation crashed: TypeError"),

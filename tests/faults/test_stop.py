@@ -9,7 +9,6 @@ import signal
 import subprocess
 import termios
 import time
-from contextlib import suppress
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from harness import (
     TORCHRUN,
     assert_same_state,
     launch,
+    running,
     signal_all,
     steps_of,
     train,
@@ -34,7 +34,7 @@ import train_distributed
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 
-@pytest.mark.parametrize("trial", range(100 if LONG else 4))
+@pytest.mark.parametrize("trial", range(100 if LONG else 2))
 def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path, tiny, trial):
     draw = random.Random(trial)
     ranks = draw.choice([2, 3, 4])
@@ -74,20 +74,34 @@ def test_no_rank_exits_before_the_last_save(tmp_path, tiny):
     train(tmp_path / "run", 2, *tiny, FOREVER, during=during, before=slow)
 
 
+# The clock of rank 1 reaches its time limit in step 4.
+CLOCK_AHEAD = """if True:
+    import os, time
+    import train_distributed
+
+    def train_step(run, *arguments, clock=time.time, inner=train_distributed.train_step):
+        if run.world.rank == 1 and run.state.step == 3:
+            time.time = lambda: clock() + 1000
+        inner(run, *arguments)
+
+    os.environ["DEADLINE"] = str(time.time() + 1000)
+    train_distributed.train_step = train_step
+"""
+
+
 @pytest.mark.parametrize("way", ["STOP", "STOP_FILE", "DEADLINE"])
 def test_a_file_or_the_clock_stops_the_run(tmp_path, tiny, way):
     """STOP_FILE may be on the disk of one node, and the clock of one node may be ahead."""
     file = tmp_path / ("run/STOP" if way == "STOP" else "node-local")
-    value = "str(time.time() + 6)" if way == "DEADLINE" else repr(str(file))
-    setting = f"import os, time; os.environ['{way}'] = {value}"
-    only_rank_1 = f"import os\nif os.environ['RANK'] == '1': {setting}"
+    before = f"import os\nif os.environ['RANK'] == '1': os.environ['STOP_FILE'] = '{file}'"
 
     def during(_processes):
         wait_for_step(tmp_path / "run", 3)
         if way != "DEADLINE":
             file.touch()
 
-    run = train(tmp_path / "run", 2, *tiny, FOREVER, during=during, before=only_rank_1)
+    before = {"STOP": "", "STOP_FILE": before, "DEADLINE": CLOCK_AHEAD}[way]
+    run = train(tmp_path / "run", 2, *tiny, FOREVER, during=during, before=before)
     status = run.status()
     reason = "time limit" if way == "DEADLINE" else "STOP file"
     assert (status["state"], status["reason"]) == ("stopped", reason)
@@ -159,34 +173,21 @@ def test_a_stop_during_evaluation_ends_the_run_soon_after_it(tmp_path, tiny):
     assert_same_state(run.checkpoint(end), straight.checkpoint(end))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(PLAIN, id="python", marks=pytest.mark.long),
-        pytest.param([*TORCHRUN, PLAIN[-1]], id="torchrun"),
-    ],
-)
 @pytest.mark.parametrize("way", ["Ctrl-C beside a tee", "a closed terminal"])
-def test_it_saves_even_if_its_output_is_closed(tmp_path, tiny, command, way):
+def test_it_saves_even_if_its_output_is_closed(tmp_path, tiny, way):
     terminal, other_end = pty.openpty() if way == "a closed terminal" else os.pipe()
-    process = subprocess.Popen(
-        [*command, *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), other_end),
-        cwd=REPO,
-        start_new_session=True,
-        preexec_fn=lambda: way == "a closed terminal" and fcntl.ioctl(0, termios.TIOCSCTTY),
-    )
-    os.close(other_end)
-    try:
+    command = [*TORCHRUN, PLAIN[-1], *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"]
+    options = dict.fromkeys(("stdin", "stdout", "stderr"), other_end)
+    if way == "a closed terminal":
+        options["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY)
+    with running(command, cwd=REPO, **options) as process:
+        os.close(other_end)
         while steps_of(tmp_path) < 5:
             os.read(terminal, 4096)
         os.close(terminal)  # if it is a terminal, the kernel sends SIGHUP
         if way != "a closed terminal":
             os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=120)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "stopped"
     newest = max(tmp_path.glob("*.pt"), key=os.path.getmtime)
@@ -194,6 +195,7 @@ def test_it_saves_even_if_its_output_is_closed(tmp_path, tiny, command, way):
     assert saved["global_step"] == status["global_step"]
 
 
+@pytest.mark.long
 def test_a_full_disk_under_the_log_does_not_stop_training(tmp_path, tiny):
     with open("/dev/full", "w") as full:
         command = [*PLAIN, *tiny, "--epochs=1", f"--checkpoint-dir={tmp_path}"]
@@ -203,15 +205,13 @@ def test_a_full_disk_under_the_log_does_not_stop_training(tmp_path, tiny):
 
 def test_nohup_keeps_a_closed_terminal_from_stopping_it(tmp_path, tiny):
     command = [*PLAIN, *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"]
-    process = subprocess.Popen(["nohup", *command], cwd=REPO, stdout=subprocess.DEVNULL)
-    try:
+    with running(["nohup", *command], cwd=REPO, stdout=subprocess.DEVNULL) as process:
         wait_for_step(tmp_path, 3)
         process.send_signal(signal.SIGHUP)
         # Ranks exchange the stop flag at each of these steps, so it would stop at the first one.
         wait_for_step(tmp_path, steps_of(tmp_path) + 20)
-    finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait() == 0
     assert json.loads((tmp_path / "status.json").read_text())["reason"] == "SIGTERM"
 
 
@@ -221,30 +221,14 @@ def test_loader_workers_survive_a_signal_to_the_whole_process_group(tmp_path, im
     command += [f"--checkpoint-dir={tmp_path / 'run'}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=env, start_new_session=True, **streams) as process:
+    with running(command, env=env, **streams) as process:
         while not process.stdout.readline().startswith("  step 15:"):
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert "\nStopped at step " in out
     assert list((tmp_path / "run").glob("checkpoint_*.pt"))
-
-
-def test_ranks_whose_torchrun_was_killed_save_and_exit(tmp_path, tiny):
-    """guard.py asks the kernel to send the ranks SIGTERM when torchrun dies."""
-    script = [REPO / "scripts/guard.py", REPO / "train_distributed.py"]
-    command = [*TORCHRUN, *script, *tiny, FOREVER, f"--checkpoint-dir={tmp_path / 'run'}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=env, **streams) as torchrun:
-        while not torchrun.stdout.readline().startswith("  step 10:"):
-            assert torchrun.poll() is None
-        torchrun.kill()
-        text, _ = torchrun.communicate(timeout=60)  # until the last rank has closed its output
-    assert "\nStopped at step " in text
-    status = json.loads((tmp_path / "run/status.json").read_text())
-    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM")
 
 
 def test_a_stop_does_not_wait_for_the_next_record(tmp_path, tiny):
@@ -275,17 +259,42 @@ def test_a_request_to_save_is_served_once_and_training_continues(tmp_path, tiny)
     train(run, 2, *tiny, "--batch-size=1", before=poll, during=during)  # 101 steps in an epoch
 
 
-@pytest.mark.parametrize("pause, code", [(0.05, 0), (1.5, 130)], ids=["at once", "later"])
-def test_a_ctrl_c_forwarded_by_a_launcher_saves_and_a_second_one_kills(tmp_path, tiny, pause, code):
+# The first step takes until SIGINT has arrived twice; the clock advances with each look at it.
+TWO_INTERRUPTS = """if True:
+    import itertools, signal, time
+    import train_distributed
+
+    interrupts = []
+
+    def on_signal(self, number, frame, inner=train_distributed.StopFlag.on_signal):
+        interrupts.append(number)
+        inner(self, number, frame)
+
+    def train_step(*arguments, inner=train_distributed.train_step):
+        open(f"{directory}/first step", "w").close()
+        while len(interrupts) < 2:
+            time.sleep(0.01)
+            if interrupts:
+                open(f"{directory}/first interrupt", "w").close()
+        inner(*arguments)
+
+    time.time = itertools.count(time.time(), {seconds}).__next__
+    train_distributed.StopFlag.on_signal = on_signal
+    train_distributed.train_step = train_step
+"""
+
+
+@pytest.mark.parametrize("seconds, code", [(0, 0), (1.5, 130)], ids=["at once", "later"])
+def test_a_ctrl_c_forwarded_by_a_launcher_saves_and_a_second_one_kills(
+    tmp_path, tiny, seconds, code
+):
     run = tmp_path / "run"
-    slow = "import time, train_distributed\ninner = train_distributed.train_step\n"
-    slow += f"train_distributed.train_step = lambda *a: time.sleep({5 * pause}) or inner(*a)"
+    slow = TWO_INTERRUPTS.replace("{directory}", str(tmp_path)).replace("{seconds}", str(seconds))
 
     def during(processes):
-        wait_until((run / "status.json").exists, "no status.json")  # it handles signals
-        signal_all(processes, signal.SIGINT)
-        time.sleep(pause)
-        signal_all(processes, signal.SIGINT)
+        for event in ("first step", "first interrupt"):
+            wait_until((tmp_path / event).exists, f"no {event}")
+            signal_all(processes, signal.SIGINT)
 
     stopped = launch(run, 1, *tiny, FOREVER, during=during, before=slow)
     assert stopped.codes == [code]
