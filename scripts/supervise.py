@@ -22,12 +22,12 @@ supervise.py passes to the training, in the environment: STOP_FILE (if this file
 exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
 scripts/guard.py).
 The training reports, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped), reason,
-start_step, global_step, saved_step, world_size, began, save_seconds. A script that writes no
-STATUS_FILE is restarted too; an attempt that ran for ten minutes then counts as progress.
+start_step, global_step, saved_step, world_size. A script that writes no STATUS_FILE is restarted
+too; an attempt that ran for ten minutes then counts as progress.
 
 The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
-start_step, end_step, saved_step, recomputed, train_seconds, startup_seconds, evaluation_seconds,
-save_seconds, hosts, world_size, cause, reason, events (those of EVENTS_FILE, such as a slow rank).
+start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, events (those of
+EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
 ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
@@ -86,16 +86,7 @@ WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
 BATCH_SCRIPTS = {"slurm_script", "slurm_train_multinode.sh"}
 SBATCH_OPTIONS = {"Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time"}
 # What the training writes: these are numbers.
-STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size", "began", "time")
-STATUS_NUMBERS += ("save_seconds",)
-ATTEMPT_NUMBERS = ("start", "end", "start_step", "end_step", "recomputed", "train_seconds")
-# What an attempt may have recorded of the time that is not spent on steps, and its name for people.
-PAUSES = ("evaluation_seconds", "save_seconds")  # parts of train_seconds
-OTHERS = {
-    "startup_seconds": "start-up",
-    "evaluation_seconds": "evaluation",
-    "save_seconds": "saves",
-}
+STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
@@ -380,8 +371,6 @@ class Supervisor:
             if cause != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
             self.alert("attempt_ended", f"{cause}: {attempt['reason']}", attempt)
-            if cause in ("finished", "stopped") and attempt["world_size"]:
-                log(goodput(self.attempts()))
             if cause not in NO_CRASH:
                 self.count_crash(attempt)
 
@@ -520,12 +509,10 @@ class Supervisor:
                 file.unlink()
         self.run_dir = status.get("run_dir") or self.run_dir
         cause, reason = self.cause(code, status, failure)
-        end = time.time()
         return {
             **attempt,
-            "end": end,
-            **self.steps_and_time(status),
-            **self.seconds_without_steps(began, end, status),
+            "end": time.time(),
+            **self.steps(status),
             "hosts": self.nodes or [HOST],
             "world_size": status.get("world_size"),
             "cause": cause,
@@ -541,50 +528,20 @@ class Supervisor:
         self.nodes_file = self.directory / f"nodes_{name}"
         self.events_file = EventsFile(self.directory / f"events_{name}.jsonl")
 
-    def steps_and_time(self, status):
+    def steps(self, status):
         """The part of the record that comes from the training: its status and its metrics."""
-        last = {}
+        last_step = 0
         if status.get("state"):
-            last = self.last_record()
+            last_step = self.last_recorded_step()
         start = status.get("start_step", 0)
-        end = max(start, status.get("global_step", 0), last.get("step", 0))
+        end = max(start, status.get("global_step", 0), last_step)
         saved = max(start, status.get("saved_step", 0))
-        end_time = max(status.get("time", 0), last.get("time", 0))
-        began = status.get("began", end_time)
         return {
             "start_step": start,
             "end_step": end,
             "saved_step": saved,
             "recomputed": max(0, end - saved),
-            "train_seconds": max(0.0, end_time - began),
         }
-
-    def seconds_without_steps(self, start, end, status):
-        """What is known of the time from start to end: {name: seconds}."""
-        seconds = {}
-        began = status.get("began")
-        if began is not None:
-            seconds["startup_seconds"] = began - start
-        if "save_seconds" in status:
-            seconds["save_seconds"] = status["save_seconds"]
-        evaluations = self.evaluations(began)
-        if evaluations:
-            seconds["evaluation_seconds"] = sum(evaluations)
-        # The files may be damaged. max() and min() return their first argument if the other is nan.
-        return {name: min(end - start, max(0.0, value)) for name, value in seconds.items()}
-
-    def evaluations(self, began):
-        """The seconds of each evaluation since then, from metrics.jsonl."""
-        if began is None or not self.run_dir:
-            return []
-        lines = lines_of(Path(self.run_dir) / "metrics.jsonl")
-        found = []
-        for record in parse_lines(line for line in lines if "evaluation_seconds" in line):
-            if has_only(NUMBER, record, ("time", "evaluation_seconds")):
-                seconds = record["evaluation_seconds"]
-                if record["time"] >= began and 0 <= seconds <= record["time"] - began:
-                    found.append(seconds)
-        return found
 
     def environment(self):
         """The environment of the next attempt."""
@@ -807,17 +764,12 @@ class Supervisor:
     def log_file(self):
         return Path(self.run_dir or self.directory) / "attempts.jsonl"
 
-    def attempts(self):
-        """The records of all attempts that have ended."""
-        return [record for record in self.log_records() if record["cause"] != "running"]
-
     def log_records(self):
         """The records of the attempt log, without lines that are not ours or are damaged."""
         records = []
         for record in parse_lines(lines_of(self.log_file())):
             has_texts = has_only(str, record, ("attempt", "cause"))
-            needed = ("start",) if record.get("cause") == "running" else ATTEMPT_NUMBERS
-            if has_texts and has_only(NUMBER, record, needed):
+            if has_texts and has_only(NUMBER, record, ["start"]):
                 records.append(record)
         return records
 
@@ -842,16 +794,16 @@ class Supervisor:
         except OSError as error:
             log(f"WARNING: cannot write {self.log_file()}: {error}")
 
-    def last_record(self):
-        """The last record in metrics.jsonl."""
+    def last_recorded_step(self):
+        """The step of the last record in metrics.jsonl; 0 if there is none."""
         if not self.run_dir:
-            return {}
+            return 0
         last_lines = lines_of(Path(self.run_dir) / "metrics.jsonl")[-3:]
-        records = []
+        steps = [0]
         for record in parse_lines(last_lines):  # the last line may be incomplete
-            if has_only(NUMBER, record, ("step", "time")):  # else it is another program's
-                records.append(record)
-        return records[-1] if records else {}
+            if has_only(NUMBER, record, ["step"]):  # else it is another program's
+                steps.append(record["step"])
+        return steps[-1]
 
     def clean_up(self):
         try:
@@ -1069,50 +1021,10 @@ def complete(record, successor):
     record["saved_step"] = step
     record["recomputed"] = 0
     record["end"] = successor["start"]
-    record["train_seconds"] = 0
     record["hosts"] = []
     record["world_size"] = None
     record["cause"] = "killed"
     record["reason"] = "together with its supervisor"
-
-
-def goodput(attempts):
-    """The share of the time since the first attempt that was spent on steps of the final model, and
-    what took the rest, as far as it is known. Only steps that were saved count.
-    """
-    wall = max(1e-9, attempts[-1]["end"] - attempts[0]["start"])
-    useful = 0.0
-    lost = 0.0
-    for attempt in attempts:
-        steps = max(1, attempt["end_step"] - attempt["start_step"])
-        evaluation_and_saves = known_seconds([attempt], *PAUSES)
-        seconds = max(0.0, attempt["train_seconds"] - sum(evaluation_and_saves.values()))
-        seconds_lost = seconds * attempt["recomputed"] / steps
-        useful += seconds - seconds_lost
-        lost += seconds_lost
-    waiting = 0.0
-    for previous, attempt in zip(attempts, attempts[1:]):
-        waiting += max(0.0, attempt["start"] - previous["end"])
-    noun = "attempt" if len(attempts) == 1 else "attempts"
-    others = [
-        f"{seconds:.0f} s of {OTHERS[name]}, "
-        for name, seconds in known_seconds(attempts, *OTHERS).items()
-    ]
-    return (
-        f"goodput {useful / wall:.1%}: of {wall:.0f} s in {len(attempts)} {noun}, "
-        f"{useful:.0f} s of useful steps, {lost:.0f} s of lost steps, {''.join(others)}"
-        f"{waiting:.0f} s of waiting, the rest hangs, shutdown or unknown"
-    )
-
-
-def known_seconds(attempts, *names):
-    """{name: seconds in all attempts}, without names that no attempt has recorded."""
-    totals = {}
-    for name in names:
-        recorded = [attempt[name] for attempt in attempts if has_only(NUMBER, attempt, [name])]
-        if recorded:
-            totals[name] = sum(recorded)
-    return totals
 
 
 def lines_of(path):

@@ -294,11 +294,3 @@ def test_slow_links_compares_ways_to_exchange_gradients(tmp_path):
     for way in ("plain", "bf16", "powersgd 4", "local 4"):
         assert re.search(rf"^\| {way} \| [\d.]+ MB \| \d+ \| [\d.]+ \(", out, re.M), out
         assert re.search(rf"^\| {way} \| \d\.\d{{3}} .* % \|$", out, re.M), out
-
-
-@pytest.mark.long
-def test_useful_time_compares_intervals_of_checkpoints(tmp_path):
-    out = run(tmp_path, "useful_time.py", *"--kills 1 --mean 5".split())
-    rows = re.findall(r"^\| ([\w ]+) \| (\d+) \| \d+ % \|$", out, re.M)
-    assert [name for name, _ in rows] == ["automatic", "every epoch", "500 steps", "5 steps"]
-    assert int(rows[-1][1]) > 0, out

@@ -4,7 +4,6 @@ import ast
 import fcntl
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -546,93 +545,6 @@ def test_a_script_that_ignores_the_deadline_is_stopped_by_its_stop_file(tmp_path
     (attempt,) = attempts(tmp_path)
     assert (attempt["cause"], attempt["reason"]) == ("stopped", "time limit")
     assert (tmp_path / "step").exists()
-
-
-def test_the_goodput_is_split_by_cause(tmp_path, tiny, supervise):
-    code, text = supervise(*TRAIN, *tiny, f"--checkpoint-dir={tmp_path / 'run'}", "--epochs=2")
-    assert code == 0, text
-    parts = ["of useful steps", "of lost steps", "of start-up", "of evaluation", "of saves"]
-    split = ", ".join(rf"\d+ s {part}" for part in [*parts, "of waiting"])
-    assert re.search(rf"goodput [\d.]+%: of \d+ s in 1 attempt, {split}, the rest hangs, ", text)
-    (attempt,) = attempts(tmp_path)
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    epochs = [record for record in map(json.loads, lines) if record["kind"] == "epoch"]
-    evaluations = [record["evaluation_seconds"] for record in epochs]
-    assert len(evaluations) == 2 and min(evaluations) > 0
-    assert attempt["evaluation_seconds"] == pytest.approx(sum(evaluations))
-    assert 0 < attempt["save_seconds"] < attempt["train_seconds"]
-    began = json.loads((tmp_path / "run/status.json").read_text())["began"]
-    assert attempt["startup_seconds"] == pytest.approx(began - attempt["start"])
-
-
-def test_a_script_without_evaluations_and_saves_has_a_goodput_without_them(tmp_path, supervise):
-    script = OWN_SCRIPT.replace("began=0", "began=began").replace(
-        "step =", "began, step = time.time(),", 1
-    )
-    (tmp_path / "own.py").write_text(script)
-    code, text = supervise(sys.executable, tmp_path / "own.py", cwd=tmp_path, MAX_DURATION="2")
-    assert code == 0, text
-    split = r"\d+ s of useful steps, 0 s of lost steps, \d+ s of start-up, 0 s of waiting, the rest"
-    assert re.search(
-        rf"goodput [\d.]+%: of \d+ s in 1 attempt, {split} hangs, shutdown or unknown", text
-    )
-
-
-def ended(start, end, **facts) -> dict:
-    """An attempt as in the attempt log: 10 steps, if nothing else is said."""
-    attempt = {"attempt": f"7.{start}", "start": start, "end": end, "cause": "killed"}
-    attempt |= {"start_step": 0, "end_step": 10, "recomputed": 0, "train_seconds": 0}
-    return attempt | facts
-
-
-REST = "the rest hangs, shutdown or unknown"
-GOODPUT = {
-    # Half of the 60 s of steps are lost; 40 s in the queue; of the second attempt, 10 s of exit.
-    "goodput 35.0%: of 200 s in 2 attempts, 70 s of useful steps, 30 s of lost steps, "
-    f"30 s of start-up, 15 s of evaluation, 5 s of saves, 40 s of waiting, {REST}": [
-        ended(0, 100, train_seconds=80, recomputed=5, startup_seconds=20)
-        | {"evaluation_seconds": 15, "save_seconds": 5},
-        ended(140, 200, train_seconds=40, startup_seconds=10)
-        | {"evaluation_seconds": 0, "save_seconds": 0},
-    ],
-    # Of an earlier version; of a supervisor that was killed; of one that crashed at once.
-    "goodput 50.0%: of 100 s in 3 attempts, 50 s of useful steps, 0 s of lost steps, "
-    f"7 s of start-up, 3 s of waiting, {REST}": [
-        ended(0, 60, train_seconds=50),
-        ended(60, 90, end_step=0),
-        ended(93, 100, end_step=0, startup_seconds=7),
-    ],
-    # The clock went back, and the values are damaged.
-    "goodput 0.0%: of 10 s in 2 attempts, 0 s of useful steps, 0 s of lost steps, "
-    f"4 s of start-up, 0 s of waiting, {REST}": [
-        ended(0, 20, startup_seconds="long", save_seconds=[]),
-        ended(5, 10, startup_seconds=4),
-    ],
-}
-
-
-@pytest.mark.parametrize("text", GOODPUT)
-def test_each_second_is_counted_once(text):
-    assert load(SUPERVISE).goodput(GOODPUT[text]) == text
-
-
-def test_evaluations_of_earlier_attempts_are_not_counted_again(tmp_path):
-    module = load(SUPERVISE)
-    us = module.Supervisor("7", [], tmp_path, tmp_path, 1, float("inf"))
-    us.run_dir = str(tmp_path)
-    epoch = {"kind": "epoch", "step": 5, "time": 90.0, "evaluation_seconds": 3.0}
-    records = [epoch, epoch | {"time": 110.0}, epoch | {"time": 120.0, "evaluation_seconds": 2.0}]
-    records += [epoch | {"time": 125.0, "evaluation_seconds": text} for text in ("long", -9, 1e9)]
-    records += [{"kind": "train", "step": 9, "time": 130.0}]
-    lines = [json.dumps(record) for record in records]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    status = {"began": 100.0, "save_seconds": 4.0}
-    found = us.seconds_without_steps(95.0, 135.0, status)
-    assert found == {"startup_seconds": 5, "save_seconds": 4, "evaluation_seconds": 5}
-    damaged = {"began": float("nan"), "save_seconds": 1e300}
-    found = us.seconds_without_steps(95.0, 135.0, damaged)
-    assert found == {"startup_seconds": 0, "save_seconds": 40}
-    assert us.seconds_without_steps(95.0, 135.0, {}) == {}
 
 
 def test_the_first_restart_is_at_once_and_a_second_crash_without_progress_waits():

@@ -227,7 +227,6 @@ def test_a_killed_rank_only_causes_a_restart(cluster, repo, tmp_path, long_optio
     print(f"from SIGKILL of a rank to the next attempt's first step: {began - killed:.1f} s")
     assert job.end() == "COMPLETED", job.output()
     assert [attempt["cause"] for attempt in job.attempts()] == ["killed", "finished"]
-    assert "goodput" in job.output()
     assert_same_end(job, untouched)
 
 
