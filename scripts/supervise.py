@@ -30,9 +30,9 @@ start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, 
 EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
-ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
-gpu_check_failed, node_left_out, finished, gave_up. It finds the event as JSON on its standard input
-and in the variable EVENT: time, event, text, job, run_dir, and what is known of the attempt.
+ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), node_left_out,
+finished, gave_up. It finds the event as JSON on its standard input and in the variable EVENT:
+time, event, text, job, run_dir, and what is known of the attempt.
 supervise.py does not wait for the command, except for up to 10 s at the end (2 s before a requeue),
 and ends it after 60 s.
 A node is left out of the next attempts if only ranks on it did not answer in two hangs, or if its
@@ -92,9 +92,7 @@ PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants be
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
 SSH_FAILED = 255  # exit code of ssh and of launch.py
-EVENT_SECONDS = 1  # between two looks at EVENTS_FILE
-EVENT_BYTES = 16384  # longer lines of EVENTS_FILE are ignored
-MAX_EVENTS = 100  # of an attempt; the rest is ignored
+MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 COMMAND_SECONDS = 60  # time limit of ON_EVENT
 LAST_SECONDS = 10  # the same, when supervise.py ends
 REQUEUE_SECONDS = 2  # the same, before a requeue: Slurm's KillWait may be running
@@ -332,8 +330,6 @@ class Supervisor:
         self.killed = False  # by us, because it did not stop
         self.warning = ""  # the last one of watch()
         self.alerts = Alerts(os.environ.get("ON_EVENT"))
-        self.events_polled = 0.0  # time of the last poll
-        self.seen = set()  # subjects of the events of earlier attempts
 
         # attempts of this process
         self.count = 0
@@ -392,7 +388,6 @@ class Supervisor:
                 self.alerts.finish(LAST_SECONDS)
                 return exit_code(decision, cause, stopped_code)
             self.restarts += 1
-            self.seen.update(subject_of(event) for event in attempt["events"])
             time.sleep(pause_before_restart(self.crashes))
 
     def alert_of_decision(self, decision, text, attempt):
@@ -482,7 +477,6 @@ class Supervisor:
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
         self.name_files()
-        self.events = []  # of this attempt
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -498,13 +492,12 @@ class Supervisor:
         code = self.run(env)
         self.nodes_used.update(self.nodes)
 
-        self.try_to(self.read_events)
         status = read_status(self.status_file)
         failure = read_failure(self.failure_file)
         self.failure = failure
         self.launcher_hosts = lines_of(self.nodes_file)
-        files = (self.status_file, self.failure_file, self.nodes_file, self.events_file.path)
-        for file in files:
+        events = read_events(self.events_file)
+        for file in (self.status_file, self.failure_file, self.nodes_file, self.events_file):
             if file.exists():
                 file.unlink()
         self.run_dir = status.get("run_dir") or self.run_dir
@@ -517,7 +510,7 @@ class Supervisor:
             "world_size": status.get("world_size"),
             "cause": cause,
             "reason": reason,
-            "events": self.events,
+            "events": events,
         }
 
     def name_files(self):
@@ -526,7 +519,7 @@ class Supervisor:
         self.status_file = self.directory / f"status_{name}.json"
         self.failure_file = self.directory / f"failure_{name}.json"
         self.nodes_file = self.directory / f"nodes_{name}"
-        self.events_file = EventsFile(self.directory / f"events_{name}.jsonl")
+        self.events_file = self.directory / f"events_{name}.jsonl"
 
     def steps(self, status):
         """The part of the record that comes from the training: its status and its metrics."""
@@ -552,7 +545,7 @@ class Supervisor:
         env["STOP_FILE"] = str(self.stop_file)
         env["STATUS_FILE"] = str(self.status_file)
         env["FAILURE_FILE"] = str(self.failure_file)
-        env["EVENTS_FILE"] = str(self.events_file.path)
+        env["EVENTS_FILE"] = str(self.events_file)
         env["NODES_FILE"] = str(self.nodes_file)
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
@@ -632,9 +625,6 @@ class Supervisor:
 
     def watch(self, child):
         self.try_to(self.monitor, child)
-        if time.time() > self.events_polled + EVENT_SECONDS:
-            self.events_polled = time.time()
-            self.try_to(self.read_events)
         self.try_to(self.alerts.poll)
 
     def try_to(self, function, *arguments):
@@ -665,21 +655,7 @@ class Supervisor:
             return
         self.run_dir = status.get("run_dir") or self.run_dir
         self.is_recorded = True
-        self.record({**self.begun, "cause": "running", "events": self.events})
-
-    def read_events(self):
-        """Print and record the new events of the training; run ON_EVENT for them."""
-        new = self.events_file.new_records()[: MAX_EVENTS - len(self.events)]
-        if not new:
-            return
-        self.events += new
-        if self.is_recorded:
-            self.record({**self.begun, "cause": "running", "events": self.events})
-        for record in new:
-            if subject_of(record) not in self.seen:
-                text = " ".join(record["text"].split())
-                log(text)
-                self.alert(record["event"], text, {**self.begun, **record})
+        self.record({**self.begun, "cause": "running"})
 
     def stop_if_requested(self):
         """Ask the training to stop, after a signal or shortly before the end of the time."""
@@ -810,53 +786,6 @@ class Supervisor:
             self.directory.rmdir()  # fails if it holds the attempt log
         except OSError:
             pass
-
-
-class EventsFile:
-    """The file to which the training adds events: a line {time, event, text, ...} of JSON each."""
-
-    def __init__(self, path):
-        self.path = path
-        self.offset = 0  # of the first byte that has not been read
-
-    def new_records(self):
-        """The events added since the last call, without lines that are something else."""
-        if not self.path.is_file():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            content = file.read(EVENT_BYTES)
-        complete = content.rpartition(b"\n")[0]  # the last line may be incomplete
-        self.offset += len(complete)
-        if not complete and len(content) == EVENT_BYTES:
-            self.offset += len(content)  # skip a part of a line that is too long
-        records = []
-        for record in parse_lines(complete.decode(errors="replace").split("\n")):
-            if has_only(NUMBER, record, ["time"]) and has_only(str, record, ["event", "text"]):
-                records.append(without_nested(record))
-        return records
-
-
-def without_nested(record):
-    """The values that are texts, numbers, or lists of these."""
-    kept = {}
-    for name, value in record.items():
-        parts = value if isinstance(value, list) else [value]
-        if all(isinstance(part, (str, *NUMBER)) for part in parts):
-            kept[name] = value
-    return kept
-
-
-def subject_of(record):
-    """What an event is about: the same if it occurs again, at another time and with other figures.
-
-    For a slow rank: its number, its host and its GPU.
-    """
-    subject = {}
-    for name, value in record.items():
-        if name not in ("time", "text") and not isinstance(value, float):
-            subject[name] = value
-    return json.dumps(subject, sort_keys=True)
 
 
 class Evidence:
@@ -1025,6 +954,7 @@ def complete(record, successor):
     record["world_size"] = None
     record["cause"] = "killed"
     record["reason"] = "together with its supervisor"
+    record["events"] = []
 
 
 def lines_of(path):
@@ -1056,6 +986,12 @@ def read_failure(path):
     if has_only(str, failure, ("cause", "reason", "host")):
         return failure
     return {}
+
+
+def read_events(path):
+    """What the ranks have added to EVENTS_FILE: a line {event, text, ...} of JSON each."""
+    records = [record for record in parse_lines(lines_of(path)) if has_only(str, record, ["event"])]
+    return records[-MAX_EVENTS:]
 
 
 def has_only(kind, record, names):

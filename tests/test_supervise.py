@@ -348,40 +348,17 @@ def test_a_command_that_does_not_exist_touches_nothing(tmp_path, supervise):
 # --------------------------------------------------------------------------------------- events
 
 REPORTS_EVENTS = """
-import json, os, sys, time
-file = os.environ["EVENTS_FILE"]
-def add(text):
-    with open(file, "a") as events:
-        events.write(text)
-slow = {"time": time.time(), "event": "slow_rank", "text": "rank 1 is late", "ranks": [1]}
-add("[" * 9000 + "\\n" + "x" * 40000 + '\\n{"event": 5, "time": 1, "text": "no"}\\nnull\\n\\xff\\n')
-add(json.dumps({**slow, "seconds_late": 0.1, "nested": {"a": [[]]}}) + "\\n")
-time.sleep(2)
-add(json.dumps({**slow, "seconds_late": 0.2, "time": 5}) + "\\n")
-add('{"event": "incomplete')
-time.sleep(1.5)
-if os.environ["ATTEMPT"] == "1":
-    os.kill(os.getpid(), 9)
+import os
+with open(os.environ["EVENTS_FILE"], "w") as file:
+    file.write('{"event": 5}\\nnull\\n{"event": "slow_rank", "ranks": [1]}\\n{"event": "half')
 """
 
 
-def test_events_are_printed_and_recorded_whatever_else_is_in_the_file(tmp_path, supervise):
-    """Both of the first attempt; the second attempt reports the same ones again."""
-    command = [sys.executable, "-c", REPORTS_EVENTS]
-    save = f"line=$(cat); printf '%s\\n' \"$line\" >>{tmp_path}/alerts"
-    code, text = supervise(*command, ON_EVENT=save)
-    assert code == 0 and "WARNING" not in text, text
-    assert text.count("supervise.py: rank 1 is late\n") == 2
-    for attempt in attempts(tmp_path / "logs"):
-        assert [event["seconds_late"] for event in attempt["events"]] == [0.1, 0.2]
-        assert all(event["ranks"] == [1] for event in attempt["events"])
-    alerts = [json.loads(line) for line in (tmp_path / "alerts").read_text().split("\n") if line]
-    events = [alert["event"] for alert in sorted(alerts, key=lambda alert: alert["time"])]
-    assert events == ["slow_rank", "slow_rank", "attempt_ended", "attempt_ended", "finished"]
-    assert [alert["cause"] for alert in alerts if alert["event"] == "attempt_ended"] == [
-        "killed",
-        "ended",
-    ]
+def test_events_of_the_ranks_are_recorded(tmp_path, supervise):
+    code, text = supervise(sys.executable, "-c", REPORTS_EVENTS)
+    assert code == 0, text
+    (attempt,) = attempts(tmp_path / "logs")
+    assert attempt["events"] == [{"event": "slow_rank", "ranks": [1]}]
     assert not list(tmp_path.rglob("events_*"))
 
 
