@@ -30,11 +30,9 @@ start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, 
 EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
-ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), node_left_out,
-finished, gave_up. It finds the event as JSON on its standard input and in the variable EVENT:
-time, event, text, job, run_dir, and what is known of the attempt.
-supervise.py does not wait for the command, except for up to 10 s at the end (2 s before a requeue),
-and ends it after 60 s.
+ON_EVENT, a shell command, is run after each attempt. It finds the line of the attempt log on its
+standard input and in the variable EVENT, with two more fields: run_dir and next, which is finish,
+stop, requeue, restart, or why supervise.py gives up. It may take 10 s.
 A node is left out of the next attempts if only ranks on it did not answer in two hangs, or if its
 GPU check failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
 requeued without the node. The launchers that use ssh find the hosts to leave out in EXCLUDED_NODES,
@@ -50,7 +48,7 @@ Environment:
     LOG_DIR            a directory that all nodes see                            [logs]
     NNODES             nodes to train on; the other nodes of the job are spares  [all]
     EXCLUDED_NODES     nodes to leave out, separated by commas                   []
-    ON_EVENT           a shell command to run for each event, for example to send a mail []
+    ON_EVENT           a shell command to run after each attempt, for example to send a mail []
 
 Examples:
     scripts/supervise.py scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4
@@ -93,12 +91,8 @@ ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the jo
 
 SSH_FAILED = 255  # exit code of ssh and of launch.py
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
-COMMAND_SECONDS = 60  # time limit of ON_EVENT
-LAST_SECONDS = 10  # the same, when supervise.py ends
-REQUEUE_SECONDS = 2  # the same, before a requeue: Slurm's KillWait may be running
-VARIABLE_BYTES = 100_000  # Linux permits 128 KiB for a variable
+ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
 HANGS = 2  # in which a node did not answer, before it is left out
-MAX_COMMANDS = 4  # of ON_EVENT at the same time
 NUMBER = (int, float)
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -275,7 +269,7 @@ def report_stop(attempt):
 
 
 def report_crash(attempt, decision, facts):
-    """Print how the attempt ended, and what follows. Returns that text."""
+    """Print how the attempt ended, and what follows."""
     what = attempt["cause"]
     saved = ""
     if attempt["world_size"]:  # the script has written its status
@@ -284,13 +278,11 @@ def report_crash(attempt, decision, facts):
     if attempt["reason"]:
         what += f": {attempt['reason']}"
     if decision == Decision.REQUEUE:
-        text = f"{what}. The job is requeued{saved}"
-        log(text)
-        return text
+        log(f"{what}. The job is requeued{saved}")
+        return
     if decision == Decision.RESTART:
-        text = f"{what}. Restart {facts.restarts + 1} of {facts.max_restarts}{saved}"
-        log(text)
-        return text
+        log(f"{what}. Restart {facts.restarts + 1} of {facts.max_restarts}{saved}")
+        return
     if decision == Decision.WOULD_REPEAT:
         why = "a restart would not help"
     elif decision == Decision.STOP_REQUESTED:
@@ -300,9 +292,24 @@ def report_crash(attempt, decision, facts):
     else:
         why = f"MAX_RESTARTS={facts.max_restarts} is reached"
     how = f"After fixing it, resume with: {resume_command()}"
-    text = f"{what}. Giving up: {why}. {how}"
-    log(f"error: {text}")
-    return text
+    log(f"error: {what}. Giving up: {why}. {how}")
+
+
+def run_on_event(record):
+    """Run ON_EVENT, which finds this as JSON on its standard input and in the variable EVENT."""
+    command = os.environ.get("ON_EVENT")
+    if not command:
+        return
+    text = json.dumps(record)
+    options = {"shell": True, "input": text.encode(), "env": {**os.environ, "EVENT": text}}
+    try:
+        code = subprocess.run(command, timeout=ON_EVENT_SECONDS, **options).returncode
+        problem = f"exit code {code}" if code else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = type(error).__name__  # its text has the command, maybe with a password
+        kill_descendants()
+    if problem:
+        log(f"WARNING: ON_EVENT failed: {problem}")
 
 
 # ---------------------------------------------------------------------------------- supervision
@@ -329,7 +336,6 @@ class Supervisor:
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
         self.warning = ""  # the last one of watch()
-        self.alerts = Alerts(os.environ.get("ON_EVENT"))
 
         # attempts of this process
         self.count = 0
@@ -366,43 +372,25 @@ class Supervisor:
             self.leave_out_bad_nodes(attempt)
             if cause != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
-            self.alert("attempt_ended", f"{cause}: {attempt['reason']}", attempt)
             if cause not in NO_CRASH:
                 self.count_crash(attempt)
 
             facts = self.facts(attempt, max_restarts)
             decision = decide(facts)
-            if decision == Decision.REQUEUE:
-                self.alerts.finish(REQUEUE_SECONDS)  # Slurm kills this job at once
+            what_next = decision.name.lower()
+            run_on_event({**attempt, "run_dir": self.run_dir, "next": what_next})
             if decision == Decision.REQUEUE and not requeue(self.left_out):
                 decision = decide(facts, can_requeue=False)
                 if self.bad_node:
                     log(f"to leave out {', '.join(self.left_out)}: {resume_command()}")
             if decision == Decision.STOP:
                 report_stop(attempt)
-            text = attempt["reason"]
             if cause not in NO_CRASH:
-                text = report_crash(attempt, decision, facts)
+                report_crash(attempt, decision, facts)
             if decision != Decision.RESTART:
-                self.alert_of_decision(decision, text, attempt)
-                self.alerts.finish(LAST_SECONDS)
                 return exit_code(decision, cause, stopped_code)
             self.restarts += 1
             time.sleep(pause_before_restart(self.crashes))
-
-    def alert_of_decision(self, decision, text, attempt):
-        if decision == Decision.FINISH:
-            self.alert("finished", text, attempt)
-        elif decision not in (Decision.STOP, Decision.REQUEUE):
-            self.alert("gave_up", text, attempt)
-
-    def alert(self, event, text, facts):
-        """Run ON_EVENT."""
-        record = {"time": time.time(), "job": self.job, "run_dir": self.run_dir or ""}
-        record.update(facts)
-        record.update(event=event, text=text)
-        record.pop("events", None)  # each of them has been an event of its own
-        self.alerts.send(record)
 
     def count_crash(self, attempt):
         if made_progress(attempt) or self.bad_node == "replaced":
@@ -469,7 +457,6 @@ class Supervisor:
         event = {"time": time.time(), "event": "node_left_out", "text": what, "hosts": [node]}
         attempt["events"].append(event)
         log(what)
-        self.alert("node_left_out", what, {**self.begun, **event})
 
     # ------------------------------------------------------------------------- one attempt
 
@@ -616,7 +603,7 @@ class Supervisor:
             time.sleep(0.2)
         kill_group(child)  # processes that COMMAND may have left behind
         if code != 0:
-            kill_descendants(self.alerts.sessions())  # for example, ranks whose torchrun was killed
+            kill_descendants()  # for example, ranks whose torchrun was killed
         if self.stopping_since:
             for file in self.stop_files():
                 if file.exists():
@@ -624,13 +611,9 @@ class Supervisor:
         return code
 
     def watch(self, child):
-        self.try_to(self.monitor, child)
-        self.try_to(self.alerts.poll)
-
-    def try_to(self, function, *arguments):
-        """Call it, whatever files it finds: an error of ours should not end the training."""
+        """Call monitor(), whatever files it finds: an error of ours should not end the training."""
         try:
-            function(*arguments)
+            self.monitor(child)
         except Exception as error:
             text = f"WARNING: {type(error).__name__}: {error}; the training goes on"
             if text != self.warning:
@@ -836,99 +819,6 @@ def split_names(text):
     return [name for name in text.split(",") if name]
 
 
-class Alerts:
-    """Runs ON_EVENT for each event. No error and no delay of that command affects the training."""
-
-    def __init__(self, command):
-        self.command = command
-        self.waiting = []  # events, as JSON
-        self.running = []  # (process, time of its start)
-        self.warning = ""  # the last one
-
-    def send(self, record):
-        if self.command:
-            self.waiting.append(json.dumps(record))
-            self.poll()
-
-    def poll(self):
-        """Start the commands that wait, end those that take too long, report those that fail."""
-        running = []
-        for process, began in self.running:
-            code = process.poll()
-            is_alive = code is None
-            if code == 0:  # `mail` may have left a child that sends the mail
-                is_alive = group_is_alive(process)
-            if is_alive and time.monotonic() < began + COMMAND_SECONDS:
-                running.append((process, began))
-                continue
-            kill_at_once(process)
-            if is_alive:
-                self.warn(f"ON_EVENT was ended after {COMMAND_SECONDS} s")
-            elif code != 0:
-                self.warn(f"ON_EVENT failed with exit code {code}")
-        self.running = running
-        while self.waiting and len(self.running) < MAX_COMMANDS:
-            text = self.waiting.pop(0)
-            try:
-                self.start(text)
-            except (OSError, ValueError) as error:
-                self.warn(f"cannot run ON_EVENT: {error}")
-
-    def start(self, text):
-        env = dict(os.environ)
-        if len(text) < VARIABLE_BYTES:
-            env["EVENT"] = text
-        with tempfile.TemporaryFile() as file:  # not a pipe, which could block
-            file.write(text.encode())
-            file.seek(0)
-            process = subprocess.Popen(
-                self.command,
-                shell=True,
-                stdin=file,
-                stdout=sys.stderr,
-                env=env,
-                start_new_session=True,
-            )
-        self.running.append((process, time.monotonic()))
-
-    def sessions(self):
-        """The ids of the sessions of the commands."""
-        return {process.pid for process, _ in self.running}
-
-    def finish(self, seconds):
-        """Give all commands these seconds to end."""
-        deadline = time.monotonic() + seconds
-        self.poll()
-        while self.running and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self.poll()
-        for process, _ in self.running:
-            kill_at_once(process)
-            self.warn(f"ON_EVENT was ended after {seconds} s")
-        self.running = []
-        self.waiting = []
-
-    def warn(self, text):
-        """Print it, unless it was the last warning."""
-        if text != self.warning:
-            log(f"WARNING: {text}")
-        self.warning = text
-
-
-def group_is_alive(process):
-    """Whether its process group has any process."""
-    with suppress(OSError):
-        os.killpg(process.pid, 0)
-        return True
-    return False
-
-
-def kill_at_once(process):
-    """SIGKILL to its process group. Does not wait."""
-    with suppress(OSError):  # all have ended, or belong to another user
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def cause_of_exit_code(code):
     """(cause, reason) of an attempt that left no error report. Of a shell, code is 128 + signal."""
     number = code - 128 if code > 128 else -code
@@ -1055,34 +945,26 @@ def adopt_orphans():
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_descendants(spared):
-    """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive.
-
-    spared: ids of sessions whose processes are left alone.
-    """
+def kill_descendants():
+    """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive."""
     for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
-        for process in descendants(spared):
+        for process in descendants():
             with suppress(ProcessLookupError):
                 os.kill(process, number)
         deadline = time.monotonic() + seconds
-        while descendants(spared) and time.monotonic() < deadline:
+        while descendants() and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
-def descendants(spared):
-    """The process ids of the descendants that are alive, but not of those in the spared sessions.
-
-    [] if there is no /proc.
-    """
+def descendants():
+    """The process ids of the descendants that are alive; [] if there is no /proc."""
     children = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
-            # PID (COMMAND) STATE PARENT GROUP SESSION ...; spaces and parentheses in the command
+            # PID (COMMAND) STATE PARENT ...; spaces and parentheses in the command
             fields = file.read_text(errors="replace").rpartition(")")[2].split()
-            state, parent, _, session = fields[:4]
+            state, parent = fields[:2]
             process = int(file.parent.name)
-            if int(session) in spared:
-                continue
             if state == "Z":
                 reap(process)
             else:

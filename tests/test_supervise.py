@@ -362,37 +362,30 @@ def test_events_of_the_ranks_are_recorded(tmp_path, supervise):
     assert not list(tmp_path.rglob("events_*"))
 
 
-def test_a_command_for_events_that_fails_or_hangs_delays_nothing(tmp_path, supervise, monkeypatch):
-    save = f"printf '%s\\n' \"$EVENT\" >>{tmp_path}/alerts"
-    command = f"{save}; echo the reason; sleep 1000 & exit 3"
-    code, text = supervise(*CRASH, ON_EVENT=command, MAX_RESTARTS="1")
-    assert code == 1 and text.count("WARNING: ON_EVENT failed with exit code 3\n") == 1, text
-    assert "the reason\n" in text
-    alerts = [json.loads(line) for line in (tmp_path / "alerts").read_text().splitlines()]
-    last = max(alerts, key=lambda alert: alert["time"])
-    assert last["event"] == "gave_up" and "MAX_RESTARTS=1 is reached" in last["text"]
-    module = load(SUPERVISE)
-    messages = []
-    monkeypatch.setattr(module, "log", messages.append)
-    alerts = module.Alerts("sleep 1000")
-    for number in range(6):
-        alerts.send({"event": str(number)})
-    assert len(alerts.running) == module.MAX_COMMANDS and len(alerts.waiting) == 2
-    processes = [process for process, _ in alerts.running]
-    alerts.finish(0.3)
-    assert [process.wait(10) for process in processes] == [-signal.SIGKILL] * 4
-    assert messages == ["WARNING: ON_EVENT was ended after 0.3 s"]
+def test_a_command_is_run_after_each_attempt(tmp_path, supervise):
+    code, _ = supervise(*CRASH, ON_EVENT=f"cat >>{tmp_path}/events; echo >>{tmp_path}/events")
+    lines = (tmp_path / "events").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["next"] for record in records] == ["restart", "restart", "no_progress"]
+    logged = attempts(tmp_path / "logs")
+    assert [record | attempt for record, attempt in zip(records, logged)] == records
 
 
-def test_what_a_command_for_events_leaves_running_may_end(tmp_path):
-    """As `mail` leaves a process that sends the mail."""
-    alerts = load(SUPERVISE).Alerts(f"(sleep 0.5; touch {tmp_path}/sent) & true")
-    alerts.send({"event": "finished"})
-    deadline = time.monotonic() + 20
-    while alerts.running and time.monotonic() < deadline:
-        alerts.poll()
-        time.sleep(0.1)
-    assert (tmp_path / "sent").exists() and not alerts.running
+RUN_ON_EVENT = """
+import supervise
+supervise.ON_EVENT_SECONDS = 1
+supervise.adopt_orphans()
+supervise.run_on_event({})
+"""
+
+
+@pytest.mark.parametrize("command", ["exit 3", "sleep 1000 & wait"])
+def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
+    env = os.environ | {"ON_EVENT": command, "MARK": str(tmp_path)}
+    words = [sys.executable, "-c", RUN_ON_EVENT]
+    result = subprocess.run(words, cwd=SUPERVISE.parent, env=env, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr.count("\n") == 1
+    assert not processes_with("MARK", tmp_path)
 
 
 # ------------------------------------------------------------------------------------ decisions
