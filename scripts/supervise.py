@@ -79,10 +79,6 @@ POLL_SECONDS = 20  # see poll_for_lost_nodes()
 SILENT_SECONDS = 60  # see poll_for_lost_nodes()
 NO_CRASH = ("finished", "stopped", "ended")
 WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
-# Our batch scripts run `supervise.py bash SCRIPT`. Slurm runs a copy of SCRIPT with the name
-# slurm_script; slurm_train_single_node.sh executes slurm_train_multinode.sh.
-BATCH_SCRIPTS = {"slurm_script", "slurm_train_multinode.sh"}
-SBATCH_OPTIONS = {"Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time"}
 # What the training writes: these are numbers.
 STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
@@ -265,7 +261,7 @@ def report_stop(attempt):
     reason = attempt["reason"]
     if not reason:
         reason = "at --stop-at-step"
-    log(f"stopped ({reason}); to resume: {resume_command()}")
+    log(f"stopped ({reason}); to resume: {how_to_resume()}")
 
 
 def report_crash(attempt, decision, facts):
@@ -291,8 +287,7 @@ def report_crash(attempt, decision, facts):
         why = f"{facts.crashes} crashes without progress"
     else:
         why = f"MAX_RESTARTS={facts.max_restarts} is reached"
-    how = f"After fixing it, resume with: {resume_command()}"
-    log(f"error: {what}. Giving up: {why}. {how}")
+    log(f"error: {what}. Giving up: {why}. After fixing it, to resume: {how_to_resume()}")
 
 
 def run_on_event(record):
@@ -382,7 +377,7 @@ class Supervisor:
             if decision == Decision.REQUEUE and not requeue(self.left_out):
                 decision = decide(facts, can_requeue=False)
                 if self.bad_node:
-                    log(f"to leave out {', '.join(self.left_out)}: {resume_command()}")
+                    log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
             if decision == Decision.STOP:
                 report_stop(attempt)
             if cause not in NO_CRASH:
@@ -656,7 +651,7 @@ class Supervisor:
             with suppress(OSError):
                 file.touch()
         if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":  # qdel cuts the output off
-            log(f"to resume: {resume_command()}")
+            log(f"to resume: {how_to_resume()}")
 
     def kill_if_too_slow(self, child):
         """Kill the training after STOP_SECONDS, or at a second Ctrl-C."""
@@ -1029,17 +1024,15 @@ def requeues_of_job():
     return number("SLURM_RESTART_COUNT", int, 0)
 
 
-def resume_command():
-    """The command that resumes the training, as typed in a shell."""
-    if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
-        return qsub_command()
-    if os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id():
-        return sbatch_command()
-    return quoted(sys.argv)
+def how_to_resume():
+    in_pbs = os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
+    if in_pbs or (os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()):
+        return "submit the same command again"
+    return " ".join(shlex.quote(word) for word in sys.argv)
 
 
-def quoted(words):
-    return " ".join(shlex.quote(word) for word in words)
+def submit_without(nodes):
+    return f"submit the same command again, with --exclude={','.join(nodes)}"
 
 
 # ---------------------------------------------------------------------------------------- Slurm
@@ -1119,9 +1112,7 @@ def slurm_job():
     if not job:
         return {}
     text = slurm("scontrol", "show", "job", job) or ""
-    facts = dict(re.findall(r"(\w+)=(\S*)", text))
-    facts.update(re.findall("(Command)=(.*)", text))  # with its arguments
-    return facts
+    return dict(re.findall(r"(\w+)=(\S*)", text))
 
 
 def has_excluded_nodes():
@@ -1140,8 +1131,7 @@ def exclude(job, nodes):
         if slurm(*command) is not None:
             return
         time.sleep(0.5)
-    what = f"Slurm does not exclude {', '.join(nodes)} from job {job}"
-    log(f"{what}: to leave them out: scancel {job}; {sbatch_command()}")
+    log(f"Slurm does not exclude {', '.join(nodes)}: scancel {job}; {submit_without(nodes)}")
 
 
 def requeue(left_out=()):
@@ -1175,40 +1165,6 @@ def requeue_job():
     return True
 
 
-def sbatch_command():
-    """The sbatch command of this job."""
-    facts = slurm_job()
-    script = facts.get("Command")
-    if not script:
-        return "call sbatch again with the same arguments"
-    words = ["sbatch", *sbatch_options(facts)]
-    called_by_ours = False
-    if sys.argv[1] == "bash" and len(sys.argv) > 2:
-        called_by_ours = Path(sys.argv[2]).name in BATCH_SCRIPTS
-    if not called_by_ours:
-        return " ".join([*words, script])  # the user's own, with its arguments
-    while " " in script and not os.path.isfile(script):
-        script = script.rpartition(" ")[0]  # drop an argument
-    arguments = sys.argv[3:]  # some are from variables
-    return quoted([*words, script, *arguments])
-
-
-def sbatch_options(facts):
-    nodes = os.environ["SLURM_JOB_NUM_NODES"]
-    options = [f"--nodes={nodes}"]
-    excluded = os.environ.get("EXCLUDED_NODES")
-    if excluded:
-        options.append(f"--exclude={excluded}")
-    gpus = re.search(r"gpu[^,]*$", facts.get("TresPerNode", ""))
-    if gpus:
-        options.append(f"--gres={gpus[0]}")
-    for name, option in SBATCH_OPTIONS.items():
-        value = facts.get(name, "(null)")
-        if value not in ("(null)", "N/A", "UNLIMITED"):
-            options.append(f"--{option}={value}")
-    return options
-
-
 # ------------------------------------------------------------------------------------------ PBS
 
 
@@ -1233,21 +1189,6 @@ def walltime_seconds(text):
     numbers = [int(number) for number in text.split(":")]
     units = (1, 60, 3600, 86400)
     return sum(number * unit for number, unit in zip(reversed(numbers), units))
-
-
-def qsub_command():
-    """The qsub command of this job, without secrets. PBS has dropped the quotes around -v's."""
-    facts = pbs_job()
-    words = facts.get("Submit_arguments") or facts.get("submit_args")
-    if not words:
-        return "call qsub again with the same arguments"
-    words = re.sub(r"(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=[^, ]*", r"\1=...", words)
-    words = re.sub(r"(?<=-v ).+?(?= -\w | \S+$)", quote_match, words)
-    return f"qsub {words}"
-
-
-def quote_match(match):
-    return shlex.quote(match[0])
 
 
 if __name__ == "__main__":
