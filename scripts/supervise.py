@@ -75,8 +75,6 @@ from typing import NamedTuple
 
 NO_PROGRESS = 3  # crashes in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
-POLL_SECONDS = 20  # see poll_for_lost_nodes()
-SILENT_SECONDS = 60  # see poll_for_lost_nodes()
 NO_CRASH = ("finished", "stopped", "ended")
 WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
 # What the training writes: these are numbers.
@@ -186,7 +184,6 @@ class Facts(NamedTuple):
     reason: str
     signals: list  # names of the signals received
     killed: bool  # by us, because it did not stop
-    lost_nodes: bool  # the job has fewer nodes than at first
     crashes: int  # in a row without progress, with this one
     restarts: int
     max_restarts: int
@@ -221,8 +218,6 @@ def requeue_may_help(facts):
         return True
     if facts.crashes >= NO_PROGRESS:
         return False
-    if facts.cause == "configuration" and facts.lost_nodes:  # it needs more nodes
-        return True
     if facts.cause in WOULD_REPEAT:
         return False
     if facts.signals:
@@ -339,11 +334,6 @@ class Supervisor:
 
         self.find_nodes()
 
-        # the search for lost nodes
-        self.polled = 0.0  # time of the last poll
-        self.missing = []  # result of the last poll
-        self.written = []  # modification times of the files that the training writes
-
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
             number = getattr(signal, name)
             under_nohup = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
@@ -399,7 +389,6 @@ class Supervisor:
             reason=attempt["reason"],
             signals=self.signal_names(),
             killed=self.killed,
-            lost_nodes=len(self.nodes) < len(self.nodes_at_first),
             crashes=self.crashes,
             restarts=self.restarts,
             max_restarts=max_restarts,
@@ -412,8 +401,8 @@ class Supervisor:
         self.wanted = number("NNODES", int, 0)  # 0: all
         self.job_nodes = nodes_of_job()
         self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
-        self.nodes_at_first = choose_nodes(self.job_nodes, self.left_out, self.wanted)
-        self.nodes = self.nodes_at_first  # of the next attempt
+        # of the next attempt
+        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
         self.nodes_used = set()  # by earlier attempts
         self.evidence = Evidence(has_excluded_nodes())
         self.bad_node = ""  # see Facts
@@ -469,8 +458,6 @@ class Supervisor:
         attempt = {"attempt": env["ATTEMPT_ID"], "start": began}
         self.begun = attempt
         self.is_recorded = False  # whether the attempt log has it, with the cause "running"
-        self.written_at = began  # see poll_for_lost_nodes()
-        self.patience = SILENT_SECONDS
         code = self.run(env)
         self.nodes_used.update(self.nodes)
 
@@ -532,7 +519,7 @@ class Supervisor:
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
-            env.update(slurm_overlap())
+            env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
         if self.nodes != self.job_nodes:
             env.update(slurm_nodes(self.nodes))
         new_nodes = [node for node in self.nodes if node not in self.nodes_used]
@@ -561,12 +548,6 @@ class Supervisor:
                 return "stopped", asked
             return "ended", "exit code 0, but the training wrote no STATUS_FILE"
 
-        if failure.get("cause") not in WOULD_REPEAT:
-            lost = nodes_lost(self.nodes)
-            if lost:
-                self.job_nodes = [node for node in self.job_nodes if node not in lost]
-                self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
-                return "node lost", ", ".join(lost)
         if failure:
             rank = ""
             if "rank" in failure:
@@ -616,11 +597,9 @@ class Supervisor:
             self.warning = text
 
     def monitor(self, child):
-        """Record the run directory, forward stop requests, kill an attempt that has lost a node."""
+        """Record the run directory, forward stop requests."""
         if not self.is_recorded:
             self.record_start()
-        if len(self.nodes) > 1 and time.time() > self.polled + POLL_SECONDS:
-            self.poll_for_lost_nodes(child)
         if not self.stopping_since:
             self.stop_if_requested()
         if self.stopping_since and not self.killed:
@@ -660,38 +639,6 @@ class Supervisor:
         if pressed_again or time.time() > since + self.stop_seconds:
             self.killed = True
             kill_group(child)
-
-    def poll_for_lost_nodes(self, child):
-        """Kill the attempt if Slurm has lost a node: its step may never end on its own.
-
-        Asks Slurm only if a rank has failed, or if the training has not written anything for a
-        minute, then again after 2, 4, 8 ... minutes.
-        """
-        self.polled = time.time()
-        written = self.times_of_last_writes()
-        if written != self.written:
-            self.written = written
-            self.written_at = self.polled
-            self.patience = SILENT_SECONDS
-        silent = self.polled - self.written_at > self.patience
-        missing = []
-        if silent or self.missing or self.failure_file.exists():
-            missing = nodes_lost(self.nodes)
-        if silent and not missing:
-            self.patience *= 2
-        if missing and missing == self.missing:  # also at the last poll
-            log(f"Slurm has lost {', '.join(missing)}: stopping the rest of this attempt")
-            kill_group(child)
-        self.missing = missing
-
-    def times_of_last_writes(self):
-        """Modification times of the files that the training writes, without those it has not."""
-        metrics = Path(self.run_dir or self.directory) / "metrics.jsonl"
-        times = []
-        for file in (self.status_file, metrics):
-            with suppress(OSError):
-                times.append(file.stat().st_mtime)
-        return times
 
     def stop_files(self):
         files = [self.stop_file]
@@ -1065,22 +1012,6 @@ def nodes_of_job():
         return []
     text = slurm("scontrol", "show", "hostnames", nodes) or ""
     return text.split()
-
-
-def nodes_lost(nodes):
-    """The nodes that do not respond to Slurm; never this one."""
-    others = [node for node in nodes if node != os.environ.get("SLURMD_NODENAME")]
-    if not others:
-        return []
-    names = ",".join(others)
-    text = slurm("sinfo", "--noheader", "--Node", "--nodes", names, "--format=%N %T") or ""
-    states = dict(line.split() for line in text.splitlines())
-    return [node for node in others if re.search(r"down|fail|unknown|\*$", states.get(node, ""))]
-
-
-def slurm_overlap():
-    """For srun: Slurm may count the previous step as running, especially on a lost node."""
-    return {"SLURM_OVERLAP": "1"}
 
 
 def slurm_nodes(nodes):

@@ -401,14 +401,13 @@ def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
         ("REQUEUE", "STOP", {"cause": "stopped", "reason": "time limit"}),
         ("REQUEUE", "STOP", {"cause": "stopped", "reason": "SIGCONT, SIGTERM"}),
         ("RESTART", "RESTART", {"cause": "exception"}),
-        ("RESTART", "RESTART", {"cause": "node lost", "lost_nodes": True, "crashes": 2}),
+        ("RESTART", "RESTART", {"cause": "hang", "crashes": 2}),
         ("NO_PROGRESS", "NO_PROGRESS", {"cause": "hang", "crashes": 3}),
         ("NO_PROGRESS", "NO_PROGRESS", {"cause": "hang", "crashes": 3, "restarts": 5}),
         ("TOO_MANY_RESTARTS", "TOO_MANY_RESTARTS", {"cause": "disk", "restarts": 5}),
         ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "NaN", "signals": ["SIGTERM"]}),
         ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "configuration"}),
-        ("REQUEUE", "WOULD_REPEAT", {"cause": "configuration", "lost_nodes": True}),
-        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "replaced", "lost_nodes": True}),
+        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "replaced"}),
         ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "killed", "signals": ["SIGINT"]}),
         ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "hang", "signals": ["SIGTERM", "SIGINT"]}),
         ("REQUEUE", "STOP_REQUESTED", {"cause": "exception", "signals": ["SIGUSR1"]}),
@@ -418,7 +417,7 @@ def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
 )
 def test_the_decision_after_each_kind_of_end(decision, if_refused, facts):
     module = load(SUPERVISE)
-    first = {"reason": "", "signals": [], "killed": False, "lost_nodes": False}
+    first = {"reason": "", "signals": [], "killed": False}
     first |= {"crashes": 1, "restarts": 0, "max_restarts": 5}
     facts = module.Facts(**first | facts)
     assert module.decide(facts).name == decision
@@ -544,16 +543,6 @@ def supervisor(monkeypatch, tmp_path):
     return module, module.Supervisor("7", ["true"], tmp_path, tmp_path, 1, 1e9)
 
 
-def test_a_user_error_remains_one_even_if_a_node_does_not_respond(supervisor, monkeypatch):
-    module, us = supervisor
-    monkeypatch.setattr(module, "nodes_lost", lambda nodes: ["n2"])
-    failure = {"cause": "configuration", "reason": "no", "host": "n1", "rank": 0}
-    assert us.cause(2, {}, failure)[0] == "configuration"
-    assert us.nodes == ["n1", "n2"]
-    assert us.cause(1, {}, failure | {"cause": "exception"}) == ("node lost", "n2")
-    assert us.nodes == ["n1"]
-
-
 def test_the_ranks_are_told_which_nodes_no_earlier_attempt_has_used(supervisor, monkeypatch):
     _, us = supervisor
     us.attempt()
@@ -561,43 +550,6 @@ def test_the_ranks_are_told_which_nodes_no_earlier_attempt_has_used(supervisor, 
     assert "NEW_NODES" not in us.environment()
     us.nodes = ["n1", "n3"]
     assert us.environment()["NEW_NODES"] == "n3"
-
-
-def test_its_own_node_never_counts_as_lost(supervisor, monkeypatch):
-    module, _ = supervisor
-    monkeypatch.setattr(module, "slurm", lambda *_: "n1 allocated*\nn2 down*\nn3 mixed\n")
-    monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    assert module.nodes_lost(["n1", "n2", "n3"]) == ["n2"]
-
-
-def test_slurm_is_asked_for_lost_nodes_only_if_the_training_is_silent_or_a_rank_has_failed(
-    supervisor, monkeypatch, tmp_path
-):
-    module, us = supervisor
-    asked, now = [], time.time()
-    monkeypatch.setattr(module, "nodes_lost", lambda nodes: asked.append(nodes) or [])
-    monkeypatch.setattr(module.time, "time", lambda: now)
-    us.run_dir, us.status_file = str(tmp_path), tmp_path / "status.json"
-    us.failure_file, us.written_at = tmp_path / "failure.json", now
-    us.patience = module.SILENT_SECONDS
-    for _ in range(30):  # a training that writes a record every 40 s
-        now += 20
-        if now % 40 < 20:
-            (tmp_path / "metrics.jsonl").touch()
-            os.utime(tmp_path / "metrics.jsonl", (now, now))
-        us.poll_for_lost_nodes(None)
-    assert not asked
-    now += 80
-    us.poll_for_lost_nodes(None)
-    assert asked == [["n1", "n2"]]
-    for _ in range(30):  # ten minutes of silence
-        now += 20
-        us.poll_for_lost_nodes(None)
-    assert len(asked) == 4
-    us.written_at = now
-    us.failure_file.touch()
-    us.poll_for_lost_nodes(None)
-    assert len(asked) == 5
 
 
 def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tmp_path):
