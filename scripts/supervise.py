@@ -352,8 +352,6 @@ class Supervisor:
         while True:
             attempt = self.attempt()
             cause = attempt["cause"]
-            if cause == "in use" and self.free_stale_lock():
-                continue
             self.leave_out_bad_nodes(attempt)
             if cause != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
@@ -645,20 +643,6 @@ class Supervisor:
         if self.run_dir:
             files.append(Path(self.run_dir) / "STOP")
         return files
-
-    def free_stale_lock(self):
-        """Remove the lock of a job that has ended: on NFSv3, a lost node never releases it."""
-        file = Path(self.run_dir or self.directory) / "lock"
-        text = "\n".join(lines_of(file))
-        owner = re.match(r"attempt (\d+)\.", text)
-        if not owner:
-            return False
-        job = owner[1]
-        if not job_is_gone(job):
-            return False
-        log(f"job {job} is gone, but still holds {file}: removing it")
-        file.unlink()
-        return True
 
     # ----------------------------------------------------------------------- the attempt log
 
@@ -1017,15 +1001,6 @@ def nodes_of_job():
 def slurm_nodes(nodes):
     """For srun: use these nodes of the job only."""
     return {"SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_NNODES": str(len(nodes))}
-
-
-def job_is_gone(job):
-    """Whether Slurm responds and reports the job as ended or unknown. The id may be an array's."""
-    if slurm("sinfo", "--noheader") is None:
-        return False
-    text = slurm("squeue", "--noheader", "--states=all", "--job", job, "--format=%T") or ""
-    active = {"PENDING", "RUNNING", "COMPLETING", "SUSPENDED"}
-    return active.isdisjoint(text.split())
 
 
 def slurm_id():

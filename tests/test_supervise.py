@@ -1,7 +1,6 @@
 """supervise.py: each way in which training can end, what it then does, prints and writes."""
 
 import ast
-import fcntl
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ from harness import (
     processes_with,
     wait_for_step,
     wait_until,
-    write_program,
 )
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
@@ -560,54 +558,6 @@ def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tm
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no scontrol
     assert not module.requeue()
     assert messages[-1].startswith("Slurm does not requeue job 12: ")
-
-
-@pytest.mark.parametrize(
-    ("state", "freed"),
-    [
-        ("", True),
-        (None, True),
-        ("COMPLETED\n", True),
-        ("RUNNING\n", False),
-        ("PENDING\nRUNNING\n", False),  # of a job array
-    ],
-)
-def test_the_lock_of_a_job_that_has_ended_is_removed(
-    supervisor, monkeypatch, tmp_path, state, freed
-):
-    module, us = supervisor
-    us.run_dir, lock = str(tmp_path), tmp_path / "lock"
-    lock.write_text("attempt 123.2, process 77 on n9")
-    monkeypatch.setattr(module, "slurm", lambda *words: state if words[0] == "squeue" else "idle")
-    assert us.free_stale_lock() == freed
-    assert lock.exists() != freed
-
-
-def test_a_run_directory_locked_for_a_job_that_is_gone_is_taken_over(tmp_path, tiny, supervise):
-    """The trainer writes its run directory to STATUS_FILE before it is refused."""
-    for name in ("sinfo", "squeue"):  # a Slurm that knows of no jobs
-        write_program(tmp_path / name, "")
-    (tmp_path / "run").mkdir()
-    with (tmp_path / "run/lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        print("attempt 123.2, process 77 on n9", end="", file=lock, flush=True)
-        command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run", "--stop-at-step=2"]
-        code, text = supervise(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert code == 0, text
-    assert f"job 123 is gone, but still holds {tmp_path}/run/lock: removing it" in text
-    assert causes(tmp_path / "run") == ["stopped"]
-
-
-def test_a_lock_is_not_removed_while_slurm_does_not_answer_or_knows_nothing_of_its_owner(
-    supervisor, monkeypatch, tmp_path
-):
-    module, us = supervisor
-    us.run_dir, lock = str(tmp_path), tmp_path / "lock"
-    monkeypatch.setattr(module, "slurm", lambda *words: None)
-    for owner in ("attempt 123.2, process 77 on n9", "attempt laptop-7.1, process 8 on laptop"):
-        lock.write_text(owner)
-        assert not us.free_stale_lock() and lock.exists()
-        monkeypatch.setattr(module, "slurm", lambda *words: "")
 
 
 # ----------------------------------------------------------------------------- the state of PBS
