@@ -31,7 +31,6 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=8
-#SBATCH --no-kill
 #SBATCH --requeue
 #SBATCH --output=logs/slurm-%j.out
 #SBATCH --open-mode=append

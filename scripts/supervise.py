@@ -22,19 +22,17 @@ supervise.py passes to the training, in the environment: STOP_FILE (if this file
 exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
 scripts/guard.py).
 The training reports, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped), reason,
-start_step, global_step, saved_step, world_size, began, save_seconds. A script that writes no
-STATUS_FILE is restarted too; an attempt that ran for ten minutes then counts as progress.
+start_step, global_step, saved_step, world_size. A script that writes no STATUS_FILE is restarted
+too; an attempt that ran for ten minutes then counts as progress.
 
 The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
-start_step, end_step, saved_step, recomputed, train_seconds, startup_seconds, evaluation_seconds,
-save_seconds, hosts, world_size, cause, reason, events (those of EVENTS_FILE, such as a slow rank).
+start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, events (those of
+EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
-ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
-gpu_check_failed, node_left_out, finished, gave_up. It finds the event as JSON on its standard input
-and in the variable EVENT: time, event, text, job, run_dir, and what is known of the attempt.
-supervise.py does not wait for the command, except for up to 10 s at the end (2 s before a requeue),
-and ends it after 60 s.
+ON_EVENT, a shell command, is run after each attempt. It finds the line of the attempt log on its
+standard input and in the variable EVENT, with two more fields: run_dir and next, which is finish,
+stop, requeue, restart, or why supervise.py gives up. It may take 10 s.
 A node is left out of the next attempts if only ranks on it did not answer in two hangs, or if its
 GPU check failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
 requeued without the node. The launchers that use ssh find the hosts to leave out in EXCLUDED_NODES,
@@ -50,7 +48,7 @@ Environment:
     LOG_DIR            a directory that all nodes see                            [logs]
     NNODES             nodes to train on; the other nodes of the job are spares  [all]
     EXCLUDED_NODES     nodes to leave out, separated by commas                   []
-    ON_EVENT           a shell command to run for each event, for example to send a mail []
+    ON_EVENT           a shell command to run after each attempt, for example to send a mail []
 
 Examples:
     scripts/supervise.py scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4
@@ -77,39 +75,18 @@ from typing import NamedTuple
 
 NO_PROGRESS = 3  # crashes in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
-POLL_SECONDS = 20  # see poll_for_lost_nodes()
-SILENT_SECONDS = 60  # see poll_for_lost_nodes()
 NO_CRASH = ("finished", "stopped", "ended")
 WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
-# Our batch scripts run `supervise.py bash SCRIPT`. Slurm runs a copy of SCRIPT with the name
-# slurm_script; slurm_train_single_node.sh executes slurm_train_multinode.sh.
-BATCH_SCRIPTS = {"slurm_script", "slurm_train_multinode.sh"}
-SBATCH_OPTIONS = {"Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time"}
 # What the training writes: these are numbers.
-STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size", "began", "time")
-STATUS_NUMBERS += ("save_seconds",)
-ATTEMPT_NUMBERS = ("start", "end", "start_step", "end_step", "recomputed", "train_seconds")
-# What an attempt may have recorded of the time that is not spent on steps, and its name for people.
-PAUSES = ("evaluation_seconds", "save_seconds")  # parts of train_seconds
-OTHERS = {
-    "startup_seconds": "start-up",
-    "evaluation_seconds": "evaluation",
-    "save_seconds": "saves",
-}
+STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
 SSH_FAILED = 255  # exit code of ssh and of launch.py
-EVENT_SECONDS = 1  # between two looks at EVENTS_FILE
-EVENT_BYTES = 16384  # longer lines of EVENTS_FILE are ignored
-MAX_EVENTS = 100  # of an attempt; the rest is ignored
-COMMAND_SECONDS = 60  # time limit of ON_EVENT
-LAST_SECONDS = 10  # the same, when supervise.py ends
-REQUEUE_SECONDS = 2  # the same, before a requeue: Slurm's KillWait may be running
-VARIABLE_BYTES = 100_000  # Linux permits 128 KiB for a variable
+MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
+ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
 HANGS = 2  # in which a node did not answer, before it is left out
-MAX_COMMANDS = 4  # of ON_EVENT at the same time
 NUMBER = (int, float)
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -207,7 +184,6 @@ class Facts(NamedTuple):
     reason: str
     signals: list  # names of the signals received
     killed: bool  # by us, because it did not stop
-    lost_nodes: bool  # the job has fewer nodes than at first
     crashes: int  # in a row without progress, with this one
     restarts: int
     max_restarts: int
@@ -242,8 +218,6 @@ def requeue_may_help(facts):
         return True
     if facts.crashes >= NO_PROGRESS:
         return False
-    if facts.cause == "configuration" and facts.lost_nodes:  # it needs more nodes
-        return True
     if facts.cause in WOULD_REPEAT:
         return False
     if facts.signals:
@@ -282,11 +256,11 @@ def report_stop(attempt):
     reason = attempt["reason"]
     if not reason:
         reason = "at --stop-at-step"
-    log(f"stopped ({reason}); to resume: {resume_command()}")
+    log(f"stopped ({reason}); to resume: {how_to_resume()}")
 
 
 def report_crash(attempt, decision, facts):
-    """Print how the attempt ended, and what follows. Returns that text."""
+    """Print how the attempt ended, and what follows."""
     what = attempt["cause"]
     saved = ""
     if attempt["world_size"]:  # the script has written its status
@@ -295,13 +269,11 @@ def report_crash(attempt, decision, facts):
     if attempt["reason"]:
         what += f": {attempt['reason']}"
     if decision == Decision.REQUEUE:
-        text = f"{what}. The job is requeued{saved}"
-        log(text)
-        return text
+        log(f"{what}. The job is requeued{saved}")
+        return
     if decision == Decision.RESTART:
-        text = f"{what}. Restart {facts.restarts + 1} of {facts.max_restarts}{saved}"
-        log(text)
-        return text
+        log(f"{what}. Restart {facts.restarts + 1} of {facts.max_restarts}{saved}")
+        return
     if decision == Decision.WOULD_REPEAT:
         why = "a restart would not help"
     elif decision == Decision.STOP_REQUESTED:
@@ -310,10 +282,24 @@ def report_crash(attempt, decision, facts):
         why = f"{facts.crashes} crashes without progress"
     else:
         why = f"MAX_RESTARTS={facts.max_restarts} is reached"
-    how = f"After fixing it, resume with: {resume_command()}"
-    text = f"{what}. Giving up: {why}. {how}"
-    log(f"error: {text}")
-    return text
+    log(f"error: {what}. Giving up: {why}. After fixing it, to resume: {how_to_resume()}")
+
+
+def run_on_event(record):
+    """Run ON_EVENT, which finds this as JSON on its standard input and in the variable EVENT."""
+    command = os.environ.get("ON_EVENT")
+    if not command:
+        return
+    text = json.dumps(record)
+    options = {"shell": True, "input": text.encode(), "env": {**os.environ, "EVENT": text}}
+    try:
+        code = subprocess.run(command, timeout=ON_EVENT_SECONDS, **options).returncode
+        problem = f"exit code {code}" if code else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = type(error).__name__  # its text has the command, maybe with a password
+        kill_descendants()
+    if problem:
+        log(f"WARNING: ON_EVENT failed: {problem}")
 
 
 # ---------------------------------------------------------------------------------- supervision
@@ -340,9 +326,6 @@ class Supervisor:
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
         self.warning = ""  # the last one of watch()
-        self.alerts = Alerts(os.environ.get("ON_EVENT"))
-        self.events_polled = 0.0  # time of the last poll
-        self.seen = set()  # subjects of the events of earlier attempts
 
         # attempts of this process
         self.count = 0
@@ -350,11 +333,6 @@ class Supervisor:
         self.crashes = 0  # in a row without progress
 
         self.find_nodes()
-
-        # the search for lost nodes
-        self.polled = 0.0  # time of the last poll
-        self.missing = []  # result of the last poll
-        self.written = []  # modification times of the files that the training writes
 
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
             number = getattr(signal, name)
@@ -374,51 +352,28 @@ class Supervisor:
         while True:
             attempt = self.attempt()
             cause = attempt["cause"]
-            if cause == "in use" and self.free_stale_lock():
-                continue
             self.leave_out_bad_nodes(attempt)
             if cause != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
-            self.alert("attempt_ended", f"{cause}: {attempt['reason']}", attempt)
-            if cause in ("finished", "stopped") and attempt["world_size"]:
-                log(goodput(self.attempts()))
             if cause not in NO_CRASH:
                 self.count_crash(attempt)
 
             facts = self.facts(attempt, max_restarts)
             decision = decide(facts)
-            if decision == Decision.REQUEUE:
-                self.alerts.finish(REQUEUE_SECONDS)  # Slurm kills this job at once
+            what_next = decision.name.lower()
+            run_on_event({**attempt, "run_dir": self.run_dir, "next": what_next})
             if decision == Decision.REQUEUE and not requeue(self.left_out):
                 decision = decide(facts, can_requeue=False)
                 if self.bad_node:
-                    log(f"to leave out {', '.join(self.left_out)}: {resume_command()}")
+                    log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
             if decision == Decision.STOP:
                 report_stop(attempt)
-            text = attempt["reason"]
             if cause not in NO_CRASH:
-                text = report_crash(attempt, decision, facts)
+                report_crash(attempt, decision, facts)
             if decision != Decision.RESTART:
-                self.alert_of_decision(decision, text, attempt)
-                self.alerts.finish(LAST_SECONDS)
                 return exit_code(decision, cause, stopped_code)
             self.restarts += 1
-            self.seen.update(subject_of(event) for event in attempt["events"])
             time.sleep(pause_before_restart(self.crashes))
-
-    def alert_of_decision(self, decision, text, attempt):
-        if decision == Decision.FINISH:
-            self.alert("finished", text, attempt)
-        elif decision not in (Decision.STOP, Decision.REQUEUE):
-            self.alert("gave_up", text, attempt)
-
-    def alert(self, event, text, facts):
-        """Run ON_EVENT."""
-        record = {"time": time.time(), "job": self.job, "run_dir": self.run_dir or ""}
-        record.update(facts)
-        record.update(event=event, text=text)
-        record.pop("events", None)  # each of them has been an event of its own
-        self.alerts.send(record)
 
     def count_crash(self, attempt):
         if made_progress(attempt) or self.bad_node == "replaced":
@@ -432,7 +387,6 @@ class Supervisor:
             reason=attempt["reason"],
             signals=self.signal_names(),
             killed=self.killed,
-            lost_nodes=len(self.nodes) < len(self.nodes_at_first),
             crashes=self.crashes,
             restarts=self.restarts,
             max_restarts=max_restarts,
@@ -445,8 +399,8 @@ class Supervisor:
         self.wanted = number("NNODES", int, 0)  # 0: all
         self.job_nodes = nodes_of_job()
         self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
-        self.nodes_at_first = choose_nodes(self.job_nodes, self.left_out, self.wanted)
-        self.nodes = self.nodes_at_first  # of the next attempt
+        # of the next attempt
+        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
         self.nodes_used = set()  # by earlier attempts
         self.evidence = Evidence(has_excluded_nodes())
         self.bad_node = ""  # see Facts
@@ -485,7 +439,6 @@ class Supervisor:
         event = {"time": time.time(), "event": "node_left_out", "text": what, "hosts": [node]}
         attempt["events"].append(event)
         log(what)
-        self.alert("node_left_out", what, {**self.begun, **event})
 
     # ------------------------------------------------------------------------- one attempt
 
@@ -493,7 +446,6 @@ class Supervisor:
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
         self.name_files()
-        self.events = []  # of this attempt
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -504,33 +456,28 @@ class Supervisor:
         attempt = {"attempt": env["ATTEMPT_ID"], "start": began}
         self.begun = attempt
         self.is_recorded = False  # whether the attempt log has it, with the cause "running"
-        self.written_at = began  # see poll_for_lost_nodes()
-        self.patience = SILENT_SECONDS
         code = self.run(env)
         self.nodes_used.update(self.nodes)
 
-        self.try_to(self.read_events)
         status = read_status(self.status_file)
         failure = read_failure(self.failure_file)
         self.failure = failure
         self.launcher_hosts = lines_of(self.nodes_file)
-        files = (self.status_file, self.failure_file, self.nodes_file, self.events_file.path)
-        for file in files:
+        events = read_events(self.events_file)
+        for file in (self.status_file, self.failure_file, self.nodes_file, self.events_file):
             if file.exists():
                 file.unlink()
         self.run_dir = status.get("run_dir") or self.run_dir
         cause, reason = self.cause(code, status, failure)
-        end = time.time()
         return {
             **attempt,
-            "end": end,
-            **self.steps_and_time(status),
-            **self.seconds_without_steps(began, end, status),
+            "end": time.time(),
+            **self.steps(status),
             "hosts": self.nodes or [HOST],
             "world_size": status.get("world_size"),
             "cause": cause,
             "reason": reason,
-            "events": self.events,
+            "events": events,
         }
 
     def name_files(self):
@@ -539,52 +486,22 @@ class Supervisor:
         self.status_file = self.directory / f"status_{name}.json"
         self.failure_file = self.directory / f"failure_{name}.json"
         self.nodes_file = self.directory / f"nodes_{name}"
-        self.events_file = EventsFile(self.directory / f"events_{name}.jsonl")
+        self.events_file = self.directory / f"events_{name}.jsonl"
 
-    def steps_and_time(self, status):
+    def steps(self, status):
         """The part of the record that comes from the training: its status and its metrics."""
-        last = {}
+        last_step = 0
         if status.get("state"):
-            last = self.last_record()
+            last_step = self.last_recorded_step()
         start = status.get("start_step", 0)
-        end = max(start, status.get("global_step", 0), last.get("step", 0))
+        end = max(start, status.get("global_step", 0), last_step)
         saved = max(start, status.get("saved_step", 0))
-        end_time = max(status.get("time", 0), last.get("time", 0))
-        began = status.get("began", end_time)
         return {
             "start_step": start,
             "end_step": end,
             "saved_step": saved,
             "recomputed": max(0, end - saved),
-            "train_seconds": max(0.0, end_time - began),
         }
-
-    def seconds_without_steps(self, start, end, status):
-        """What is known of the time from start to end: {name: seconds}."""
-        seconds = {}
-        began = status.get("began")
-        if began is not None:
-            seconds["startup_seconds"] = began - start
-        if "save_seconds" in status:
-            seconds["save_seconds"] = status["save_seconds"]
-        evaluations = self.evaluations(began)
-        if evaluations:
-            seconds["evaluation_seconds"] = sum(evaluations)
-        # The files may be damaged. max() and min() return their first argument if the other is nan.
-        return {name: min(end - start, max(0.0, value)) for name, value in seconds.items()}
-
-    def evaluations(self, began):
-        """The seconds of each evaluation since then, from metrics.jsonl."""
-        if began is None or not self.run_dir:
-            return []
-        lines = lines_of(Path(self.run_dir) / "metrics.jsonl")
-        found = []
-        for record in parse_lines(line for line in lines if "evaluation_seconds" in line):
-            if has_only(NUMBER, record, ("time", "evaluation_seconds")):
-                seconds = record["evaluation_seconds"]
-                if record["time"] >= began and 0 <= seconds <= record["time"] - began:
-                    found.append(seconds)
-        return found
 
     def environment(self):
         """The environment of the next attempt."""
@@ -595,12 +512,12 @@ class Supervisor:
         env["STOP_FILE"] = str(self.stop_file)
         env["STATUS_FILE"] = str(self.status_file)
         env["FAILURE_FILE"] = str(self.failure_file)
-        env["EVENTS_FILE"] = str(self.events_file.path)
+        env["EVENTS_FILE"] = str(self.events_file)
         env["NODES_FILE"] = str(self.nodes_file)
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
-            env.update(slurm_overlap())
+            env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
         if self.nodes != self.job_nodes:
             env.update(slurm_nodes(self.nodes))
         new_nodes = [node for node in self.nodes if node not in self.nodes_used]
@@ -629,12 +546,6 @@ class Supervisor:
                 return "stopped", asked
             return "ended", "exit code 0, but the training wrote no STATUS_FILE"
 
-        if failure.get("cause") not in WOULD_REPEAT:
-            lost = nodes_lost(self.nodes)
-            if lost:
-                self.job_nodes = [node for node in self.job_nodes if node not in lost]
-                self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
-                return "node lost", ", ".join(lost)
         if failure:
             rank = ""
             if "rank" in failure:
@@ -666,7 +577,7 @@ class Supervisor:
             time.sleep(0.2)
         kill_group(child)  # processes that COMMAND may have left behind
         if code != 0:
-            kill_descendants(self.alerts.sessions())  # for example, ranks whose torchrun was killed
+            kill_descendants()  # for example, ranks whose torchrun was killed
         if self.stopping_since:
             for file in self.stop_files():
                 if file.exists():
@@ -674,16 +585,9 @@ class Supervisor:
         return code
 
     def watch(self, child):
-        self.try_to(self.monitor, child)
-        if time.time() > self.events_polled + EVENT_SECONDS:
-            self.events_polled = time.time()
-            self.try_to(self.read_events)
-        self.try_to(self.alerts.poll)
-
-    def try_to(self, function, *arguments):
-        """Call it, whatever files it finds: an error of ours should not end the training."""
+        """Call monitor(), whatever files it finds: an error of ours should not end the training."""
         try:
-            function(*arguments)
+            self.monitor(child)
         except Exception as error:
             text = f"WARNING: {type(error).__name__}: {error}; the training goes on"
             if text != self.warning:
@@ -691,11 +595,9 @@ class Supervisor:
             self.warning = text
 
     def monitor(self, child):
-        """Record the run directory, forward stop requests, kill an attempt that has lost a node."""
+        """Record the run directory, forward stop requests."""
         if not self.is_recorded:
             self.record_start()
-        if len(self.nodes) > 1 and time.time() > self.polled + POLL_SECONDS:
-            self.poll_for_lost_nodes(child)
         if not self.stopping_since:
             self.stop_if_requested()
         if self.stopping_since and not self.killed:
@@ -708,21 +610,7 @@ class Supervisor:
             return
         self.run_dir = status.get("run_dir") or self.run_dir
         self.is_recorded = True
-        self.record({**self.begun, "cause": "running", "events": self.events})
-
-    def read_events(self):
-        """Print and record the new events of the training; run ON_EVENT for them."""
-        new = self.events_file.new_records()[: MAX_EVENTS - len(self.events)]
-        if not new:
-            return
-        self.events += new
-        if self.is_recorded:
-            self.record({**self.begun, "cause": "running", "events": self.events})
-        for record in new:
-            if subject_of(record) not in self.seen:
-                text = " ".join(record["text"].split())
-                log(text)
-                self.alert(record["event"], text, {**self.begun, **record})
+        self.record({**self.begun, "cause": "running"})
 
     def stop_if_requested(self):
         """Ask the training to stop, after a signal or shortly before the end of the time."""
@@ -740,7 +628,7 @@ class Supervisor:
             with suppress(OSError):
                 file.touch()
         if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":  # qdel cuts the output off
-            log(f"to resume: {resume_command()}")
+            log(f"to resume: {how_to_resume()}")
 
     def kill_if_too_slow(self, child):
         """Kill the training after STOP_SECONDS, or at a second Ctrl-C."""
@@ -750,74 +638,23 @@ class Supervisor:
             self.killed = True
             kill_group(child)
 
-    def poll_for_lost_nodes(self, child):
-        """Kill the attempt if Slurm has lost a node: its step may never end on its own.
-
-        Asks Slurm only if a rank has failed, or if the training has not written anything for a
-        minute, then again after 2, 4, 8 ... minutes.
-        """
-        self.polled = time.time()
-        written = self.times_of_last_writes()
-        if written != self.written:
-            self.written = written
-            self.written_at = self.polled
-            self.patience = SILENT_SECONDS
-        silent = self.polled - self.written_at > self.patience
-        missing = []
-        if silent or self.missing or self.failure_file.exists():
-            missing = nodes_lost(self.nodes)
-        if silent and not missing:
-            self.patience *= 2
-        if missing and missing == self.missing:  # also at the last poll
-            log(f"Slurm has lost {', '.join(missing)}: stopping the rest of this attempt")
-            kill_group(child)
-        self.missing = missing
-
-    def times_of_last_writes(self):
-        """Modification times of the files that the training writes, without those it has not."""
-        metrics = Path(self.run_dir or self.directory) / "metrics.jsonl"
-        times = []
-        for file in (self.status_file, metrics):
-            with suppress(OSError):
-                times.append(file.stat().st_mtime)
-        return times
-
     def stop_files(self):
         files = [self.stop_file]
         if self.run_dir:
             files.append(Path(self.run_dir) / "STOP")
         return files
 
-    def free_stale_lock(self):
-        """Remove the lock of a job that has ended: on NFSv3, a lost node never releases it."""
-        file = Path(self.run_dir or self.directory) / "lock"
-        text = "\n".join(lines_of(file))
-        owner = re.match(r"attempt (\d+)\.", text)
-        if not owner:
-            return False
-        job = owner[1]
-        if not job_is_gone(job):
-            return False
-        log(f"job {job} is gone, but still holds {file}: removing it")
-        file.unlink()
-        return True
-
     # ----------------------------------------------------------------------- the attempt log
 
     def log_file(self):
         return Path(self.run_dir or self.directory) / "attempts.jsonl"
-
-    def attempts(self):
-        """The records of all attempts that have ended."""
-        return [record for record in self.log_records() if record["cause"] != "running"]
 
     def log_records(self):
         """The records of the attempt log, without lines that are not ours or are damaged."""
         records = []
         for record in parse_lines(lines_of(self.log_file())):
             has_texts = has_only(str, record, ("attempt", "cause"))
-            needed = ("start",) if record.get("cause") == "running" else ATTEMPT_NUMBERS
-            if has_texts and has_only(NUMBER, record, needed):
+            if has_texts and has_only(NUMBER, record, ["start"]):
                 records.append(record)
         return records
 
@@ -842,69 +679,22 @@ class Supervisor:
         except OSError as error:
             log(f"WARNING: cannot write {self.log_file()}: {error}")
 
-    def last_record(self):
-        """The last record in metrics.jsonl."""
+    def last_recorded_step(self):
+        """The step of the last record in metrics.jsonl; 0 if there is none."""
         if not self.run_dir:
-            return {}
+            return 0
         last_lines = lines_of(Path(self.run_dir) / "metrics.jsonl")[-3:]
-        records = []
+        steps = [0]
         for record in parse_lines(last_lines):  # the last line may be incomplete
-            if has_only(NUMBER, record, ("step", "time")):  # else it is another program's
-                records.append(record)
-        return records[-1] if records else {}
+            if has_only(NUMBER, record, ["step"]):  # else it is another program's
+                steps.append(record["step"])
+        return steps[-1]
 
     def clean_up(self):
         try:
             self.directory.rmdir()  # fails if it holds the attempt log
         except OSError:
             pass
-
-
-class EventsFile:
-    """The file to which the training adds events: a line {time, event, text, ...} of JSON each."""
-
-    def __init__(self, path):
-        self.path = path
-        self.offset = 0  # of the first byte that has not been read
-
-    def new_records(self):
-        """The events added since the last call, without lines that are something else."""
-        if not self.path.is_file():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            content = file.read(EVENT_BYTES)
-        complete = content.rpartition(b"\n")[0]  # the last line may be incomplete
-        self.offset += len(complete)
-        if not complete and len(content) == EVENT_BYTES:
-            self.offset += len(content)  # skip a part of a line that is too long
-        records = []
-        for record in parse_lines(complete.decode(errors="replace").split("\n")):
-            if has_only(NUMBER, record, ["time"]) and has_only(str, record, ["event", "text"]):
-                records.append(without_nested(record))
-        return records
-
-
-def without_nested(record):
-    """The values that are texts, numbers, or lists of these."""
-    kept = {}
-    for name, value in record.items():
-        parts = value if isinstance(value, list) else [value]
-        if all(isinstance(part, (str, *NUMBER)) for part in parts):
-            kept[name] = value
-    return kept
-
-
-def subject_of(record):
-    """What an event is about: the same if it occurs again, at another time and with other figures.
-
-    For a slow rank: its number, its host and its GPU.
-    """
-    subject = {}
-    for name, value in record.items():
-        if name not in ("time", "text") and not isinstance(value, float):
-            subject[name] = value
-    return json.dumps(subject, sort_keys=True)
 
 
 class Evidence:
@@ -955,99 +745,6 @@ def split_names(text):
     return [name for name in text.split(",") if name]
 
 
-class Alerts:
-    """Runs ON_EVENT for each event. No error and no delay of that command affects the training."""
-
-    def __init__(self, command):
-        self.command = command
-        self.waiting = []  # events, as JSON
-        self.running = []  # (process, time of its start)
-        self.warning = ""  # the last one
-
-    def send(self, record):
-        if self.command:
-            self.waiting.append(json.dumps(record))
-            self.poll()
-
-    def poll(self):
-        """Start the commands that wait, end those that take too long, report those that fail."""
-        running = []
-        for process, began in self.running:
-            code = process.poll()
-            is_alive = code is None
-            if code == 0:  # `mail` may have left a child that sends the mail
-                is_alive = group_is_alive(process)
-            if is_alive and time.monotonic() < began + COMMAND_SECONDS:
-                running.append((process, began))
-                continue
-            kill_at_once(process)
-            if is_alive:
-                self.warn(f"ON_EVENT was ended after {COMMAND_SECONDS} s")
-            elif code != 0:
-                self.warn(f"ON_EVENT failed with exit code {code}")
-        self.running = running
-        while self.waiting and len(self.running) < MAX_COMMANDS:
-            text = self.waiting.pop(0)
-            try:
-                self.start(text)
-            except (OSError, ValueError) as error:
-                self.warn(f"cannot run ON_EVENT: {error}")
-
-    def start(self, text):
-        env = dict(os.environ)
-        if len(text) < VARIABLE_BYTES:
-            env["EVENT"] = text
-        with tempfile.TemporaryFile() as file:  # not a pipe, which could block
-            file.write(text.encode())
-            file.seek(0)
-            process = subprocess.Popen(
-                self.command,
-                shell=True,
-                stdin=file,
-                stdout=sys.stderr,
-                env=env,
-                start_new_session=True,
-            )
-        self.running.append((process, time.monotonic()))
-
-    def sessions(self):
-        """The ids of the sessions of the commands."""
-        return {process.pid for process, _ in self.running}
-
-    def finish(self, seconds):
-        """Give all commands these seconds to end."""
-        deadline = time.monotonic() + seconds
-        self.poll()
-        while self.running and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self.poll()
-        for process, _ in self.running:
-            kill_at_once(process)
-            self.warn(f"ON_EVENT was ended after {seconds} s")
-        self.running = []
-        self.waiting = []
-
-    def warn(self, text):
-        """Print it, unless it was the last warning."""
-        if text != self.warning:
-            log(f"WARNING: {text}")
-        self.warning = text
-
-
-def group_is_alive(process):
-    """Whether its process group has any process."""
-    with suppress(OSError):
-        os.killpg(process.pid, 0)
-        return True
-    return False
-
-
-def kill_at_once(process):
-    """SIGKILL to its process group. Does not wait."""
-    with suppress(OSError):  # all have ended, or belong to another user
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def cause_of_exit_code(code):
     """(cause, reason) of an attempt that left no error report. Of a shell, code is 128 + signal."""
     number = code - 128 if code > 128 else -code
@@ -1069,50 +766,11 @@ def complete(record, successor):
     record["saved_step"] = step
     record["recomputed"] = 0
     record["end"] = successor["start"]
-    record["train_seconds"] = 0
     record["hosts"] = []
     record["world_size"] = None
     record["cause"] = "killed"
     record["reason"] = "together with its supervisor"
-
-
-def goodput(attempts):
-    """The share of the time since the first attempt that was spent on steps of the final model, and
-    what took the rest, as far as it is known. Only steps that were saved count.
-    """
-    wall = max(1e-9, attempts[-1]["end"] - attempts[0]["start"])
-    useful = 0.0
-    lost = 0.0
-    for attempt in attempts:
-        steps = max(1, attempt["end_step"] - attempt["start_step"])
-        evaluation_and_saves = known_seconds([attempt], *PAUSES)
-        seconds = max(0.0, attempt["train_seconds"] - sum(evaluation_and_saves.values()))
-        seconds_lost = seconds * attempt["recomputed"] / steps
-        useful += seconds - seconds_lost
-        lost += seconds_lost
-    waiting = 0.0
-    for previous, attempt in zip(attempts, attempts[1:]):
-        waiting += max(0.0, attempt["start"] - previous["end"])
-    noun = "attempt" if len(attempts) == 1 else "attempts"
-    others = [
-        f"{seconds:.0f} s of {OTHERS[name]}, "
-        for name, seconds in known_seconds(attempts, *OTHERS).items()
-    ]
-    return (
-        f"goodput {useful / wall:.1%}: of {wall:.0f} s in {len(attempts)} {noun}, "
-        f"{useful:.0f} s of useful steps, {lost:.0f} s of lost steps, {''.join(others)}"
-        f"{waiting:.0f} s of waiting, the rest hangs, shutdown or unknown"
-    )
-
-
-def known_seconds(attempts, *names):
-    """{name: seconds in all attempts}, without names that no attempt has recorded."""
-    totals = {}
-    for name in names:
-        recorded = [attempt[name] for attempt in attempts if has_only(NUMBER, attempt, [name])]
-        if recorded:
-            totals[name] = sum(recorded)
-    return totals
+    record["events"] = []
 
 
 def lines_of(path):
@@ -1144,6 +802,12 @@ def read_failure(path):
     if has_only(str, failure, ("cause", "reason", "host")):
         return failure
     return {}
+
+
+def read_events(path):
+    """What the ranks have added to EVENTS_FILE: a line {event, text, ...} of JSON each."""
+    records = [record for record in parse_lines(lines_of(path)) if has_only(str, record, ["event"])]
+    return records[-MAX_EVENTS:]
 
 
 def has_only(kind, record, names):
@@ -1207,34 +871,26 @@ def adopt_orphans():
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_descendants(spared):
-    """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive.
-
-    spared: ids of sessions whose processes are left alone.
-    """
+def kill_descendants():
+    """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive."""
     for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
-        for process in descendants(spared):
+        for process in descendants():
             with suppress(ProcessLookupError):
                 os.kill(process, number)
         deadline = time.monotonic() + seconds
-        while descendants(spared) and time.monotonic() < deadline:
+        while descendants() and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
-def descendants(spared):
-    """The process ids of the descendants that are alive, but not of those in the spared sessions.
-
-    [] if there is no /proc.
-    """
+def descendants():
+    """The process ids of the descendants that are alive; [] if there is no /proc."""
     children = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
-            # PID (COMMAND) STATE PARENT GROUP SESSION ...; spaces and parentheses in the command
+            # PID (COMMAND) STATE PARENT ...; spaces and parentheses in the command
             fields = file.read_text(errors="replace").rpartition(")")[2].split()
-            state, parent, _, session = fields[:4]
+            state, parent = fields[:2]
             process = int(file.parent.name)
-            if int(session) in spared:
-                continue
             if state == "Z":
                 reap(process)
             else:
@@ -1299,17 +955,15 @@ def requeues_of_job():
     return number("SLURM_RESTART_COUNT", int, 0)
 
 
-def resume_command():
-    """The command that resumes the training, as typed in a shell."""
-    if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
-        return qsub_command()
-    if os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id():
-        return sbatch_command()
-    return quoted(sys.argv)
+def how_to_resume():
+    in_pbs = os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
+    if in_pbs or (os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()):
+        return "submit the same command again"
+    return " ".join(shlex.quote(word) for word in sys.argv)
 
 
-def quoted(words):
-    return " ".join(shlex.quote(word) for word in words)
+def submit_without(nodes):
+    return f"submit the same command again, with --exclude={','.join(nodes)}"
 
 
 # ---------------------------------------------------------------------------------------- Slurm
@@ -1344,34 +998,9 @@ def nodes_of_job():
     return text.split()
 
 
-def nodes_lost(nodes):
-    """The nodes that do not respond to Slurm; never this one."""
-    others = [node for node in nodes if node != os.environ.get("SLURMD_NODENAME")]
-    if not others:
-        return []
-    names = ",".join(others)
-    text = slurm("sinfo", "--noheader", "--Node", "--nodes", names, "--format=%N %T") or ""
-    states = dict(line.split() for line in text.splitlines())
-    return [node for node in others if re.search(r"down|fail|unknown|\*$", states.get(node, ""))]
-
-
-def slurm_overlap():
-    """For srun: Slurm may count the previous step as running, especially on a lost node."""
-    return {"SLURM_OVERLAP": "1"}
-
-
 def slurm_nodes(nodes):
     """For srun: use these nodes of the job only."""
     return {"SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_NNODES": str(len(nodes))}
-
-
-def job_is_gone(job):
-    """Whether Slurm responds and reports the job as ended or unknown. The id may be an array's."""
-    if slurm("sinfo", "--noheader") is None:
-        return False
-    text = slurm("squeue", "--noheader", "--states=all", "--job", job, "--format=%T") or ""
-    active = {"PENDING", "RUNNING", "COMPLETING", "SUSPENDED"}
-    return active.isdisjoint(text.split())
 
 
 def slurm_id():
@@ -1389,9 +1018,7 @@ def slurm_job():
     if not job:
         return {}
     text = slurm("scontrol", "show", "job", job) or ""
-    facts = dict(re.findall(r"(\w+)=(\S*)", text))
-    facts.update(re.findall("(Command)=(.*)", text))  # with its arguments
-    return facts
+    return dict(re.findall(r"(\w+)=(\S*)", text))
 
 
 def has_excluded_nodes():
@@ -1410,8 +1037,7 @@ def exclude(job, nodes):
         if slurm(*command) is not None:
             return
         time.sleep(0.5)
-    what = f"Slurm does not exclude {', '.join(nodes)} from job {job}"
-    log(f"{what}: to leave them out: scancel {job}; {sbatch_command()}")
+    log(f"Slurm does not exclude {', '.join(nodes)}: scancel {job}; {submit_without(nodes)}")
 
 
 def requeue(left_out=()):
@@ -1445,40 +1071,6 @@ def requeue_job():
     return True
 
 
-def sbatch_command():
-    """The sbatch command of this job."""
-    facts = slurm_job()
-    script = facts.get("Command")
-    if not script:
-        return "call sbatch again with the same arguments"
-    words = ["sbatch", *sbatch_options(facts)]
-    called_by_ours = False
-    if sys.argv[1] == "bash" and len(sys.argv) > 2:
-        called_by_ours = Path(sys.argv[2]).name in BATCH_SCRIPTS
-    if not called_by_ours:
-        return " ".join([*words, script])  # the user's own, with its arguments
-    while " " in script and not os.path.isfile(script):
-        script = script.rpartition(" ")[0]  # drop an argument
-    arguments = sys.argv[3:]  # some are from variables
-    return quoted([*words, script, *arguments])
-
-
-def sbatch_options(facts):
-    nodes = os.environ["SLURM_JOB_NUM_NODES"]
-    options = [f"--nodes={nodes}"]
-    excluded = os.environ.get("EXCLUDED_NODES")
-    if excluded:
-        options.append(f"--exclude={excluded}")
-    gpus = re.search(r"gpu[^,]*$", facts.get("TresPerNode", ""))
-    if gpus:
-        options.append(f"--gres={gpus[0]}")
-    for name, option in SBATCH_OPTIONS.items():
-        value = facts.get(name, "(null)")
-        if value not in ("(null)", "N/A", "UNLIMITED"):
-            options.append(f"--{option}={value}")
-    return options
-
-
 # ------------------------------------------------------------------------------------------ PBS
 
 
@@ -1503,21 +1095,6 @@ def walltime_seconds(text):
     numbers = [int(number) for number in text.split(":")]
     units = (1, 60, 3600, 86400)
     return sum(number * unit for number, unit in zip(reversed(numbers), units))
-
-
-def qsub_command():
-    """The qsub command of this job, without secrets. PBS has dropped the quotes around -v's."""
-    facts = pbs_job()
-    words = facts.get("Submit_arguments") or facts.get("submit_args")
-    if not words:
-        return "call qsub again with the same arguments"
-    words = re.sub(r"(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=[^, ]*", r"\1=...", words)
-    words = re.sub(r"(?<=-v ).+?(?= -\w | \S+$)", quote_match, words)
-    return f"qsub {words}"
-
-
-def quote_match(match):
-    return shlex.quote(match[0])
 
 
 if __name__ == "__main__":

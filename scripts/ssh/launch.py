@@ -9,7 +9,6 @@ Exit code: that of the first node that failed (255: ssh); 2 user error; 130 afte
 """
 
 import collections
-import json
 import math
 import os
 import selectors
@@ -117,7 +116,7 @@ def choose_hosts(given):
     if len(reached) < wanted:
         return hosts[:wanted]  # its error names one that is lost
     if any(host in lost for host in hosts[:wanted]):
-        report_lost(lost)
+        say(f"{', '.join(lost)} left out: ssh cannot connect; a spare node takes its place")
     return reached[:wanted]
 
 
@@ -143,18 +142,6 @@ def unreachable(hosts):
         if code == 255:
             lost.append(host)
     return lost
-
-
-def report_lost(lost):
-    """Under supervise.py, which prints it, as an event."""
-    text = f"{', '.join(lost)} left out: ssh cannot connect; a spare node takes its place"
-    file = os.environ.get("EVENTS_FILE")
-    if not file:
-        say(text)
-        return
-    event = {"time": time.time(), "event": "node_left_out", "text": text, "hosts": lost}
-    with suppress(OSError), open(file, "a") as events:
-        events.write(json.dumps(event) + "\n")
 
 
 def input_of_bash(script):

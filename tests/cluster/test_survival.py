@@ -67,7 +67,7 @@ class Job:
         path = self.run / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def wait(self, what, seconds=120):
+    def wait(self, what, seconds=240):
         deadline = time.monotonic() + seconds
         while not (answer := what()):
             assert time.monotonic() < deadline, (self.facts(), self.status(), self.output())
@@ -79,7 +79,7 @@ class Job:
 
         self.wait(lambda: self.status().get("saved_step", 0) > beyond + 20)
 
-    def end(self, seconds=180) -> str:
+    def end(self, seconds=300) -> str:
         """Wait for the end; returns the state. A requeued job starts after 3 s, not minutes."""
         hurried = False
 
@@ -133,26 +133,22 @@ def requeue(job):
 
 
 long = pytest.mark.long
-SHORT = ("racks", SRUN, usr1)
 CASES = [
-    pytest.param(*case, marks=() if case == SHORT else long)
+    pytest.param(*case, marks=() if case == (SRUN, usr1) else long)
     for case in itertools.product(
-        ("cluster", "racks"),
-        (TORCHRUN, SRUN),
-        (usr1, usr1_to_the_steps, term_to_the_steps, requeue),
+        (TORCHRUN, SRUN), (usr1, usr1_to_the_steps, term_to_the_steps, requeue)
     )
 ]
 
 
-@pytest.mark.parametrize(("where", "style", "ask"), CASES)
+@pytest.mark.parametrize(("style", "ask"), CASES)
 def test_a_job_asked_to_stop_is_requeued_loses_no_step_and_ends_the_same(
-    request, repo, tmp_path, long_options, untouched, where, style, ask, slow_disk
+    racks, repo, tmp_path, long_options, untouched, style, ask, slow_disk
 ):
-    cluster = request.getfixturevalue(where)
-    job = Job(cluster, repo, tmp_path / "run", style, long_options, slow_disk)
+    job = Job(racks, repo, tmp_path / "run", style, long_options, slow_disk)
     job.wait_for_training()
     ask(job)
-    stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 40)
+    stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status())
     assert job.end() == "COMPLETED", job.output()
     first, last = job.attempts()[0], job.attempts()[-1]
     assert (first["cause"], first["recomputed"]) == ("stopped", 0)
@@ -227,7 +223,6 @@ def test_a_killed_rank_only_causes_a_restart(cluster, repo, tmp_path, long_optio
     print(f"from SIGKILL of a rank to the next attempt's first step: {began - killed:.1f} s")
     assert job.end() == "COMPLETED", job.output()
     assert [attempt["cause"] for attempt in job.attempts()] == ["killed", "finished"]
-    assert "goodput" in job.output()
     assert_same_end(job, untouched)
 
 
@@ -244,13 +239,14 @@ def stop_a_rank(job, attempt):
     return victim.host
 
 
+@long
 @pytest.mark.parametrize(
     ("nodes", "style"), [(3, TORCHRUN), (2, SRUN)], ids=["a spare", "no spare"]
 )
-def test_a_node_that_hangs_twice_is_left_out(
+def test_a_training_whose_node_hangs_twice_ends_the_same_without_it(
     racks, repo, tmp_path, long_options, untouched, nodes, style
 ):
-    flags = [f"--nodes={nodes}", "--export=ALL,HANG_TIMEOUT=8,NNODES=2"]
+    flags = [f"--nodes={nodes}", "--export=ALL,HANG_TIMEOUT=20,NNODES=2"]
     job = Job(racks, repo, tmp_path / "run", style, long_options, *flags)
     bad = stop_a_rank(job, 1)
     assert stop_a_rank(job, 2) == bad
@@ -264,6 +260,63 @@ def test_a_node_that_hangs_twice_is_left_out(
     assert job.facts()["Restarts"] == ("0" if nodes == 3 else "1")
     assert job.facts()["ExcNodeList"] == ("(null)" if nodes == 3 else bad)
     assert_same_end(job, untouched)
+
+
+FAKE = """
+import json, os, pathlib, socket, sys, time
+here = pathlib.Path(__file__).parent
+host = socket.gethostname()
+if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and not (here / "bad").exists():
+    (here / "bad").write_text(host)
+if os.environ["MODE"] == "waits" and "SLURM_RESTART_COUNT" not in os.environ:
+    time.sleep(1000)
+if os.environ["MODE"] == "hangs" and host == (here / "bad").read_text():
+    failure = {"cause": "hang", "reason": "no answer", "host": host, "silent_hosts": [host]}
+    pathlib.Path(os.environ["FAILURE_FILE"]).write_text(json.dumps(failure))
+    sys.exit(1)
+"""
+
+
+@pytest.fixture
+def fake_job(racks, repo, tmp_path):
+    """fake_job(mode, nodes): a job of a script without torch; its last node is the bad one."""
+
+    def fake_job(mode, nodes):
+        (tmp_path / "fake.py").write_text(FAKE)
+        env = {"TRAIN_SCRIPT": tmp_path / "fake.py", "GUARD": "0", "LOG_DIR": tmp_path}
+        env |= {"MODE": mode, "NNODES": "2"}
+        words = ",".join(f"{name}={value}" for name, value in env.items())
+        flags = [f"--nodes={nodes}", "--gpus-per-node=1", "--ntasks-per-node=1"]
+        job = Job(racks, repo, tmp_path / "run", SRUN, [], *flags, f"--export=ALL,{words}")
+        job.run = tmp_path / f"supervise_{job.id}"
+        return job
+
+    return fake_job
+
+
+@pytest.mark.parametrize("nodes", [3, 2], ids=["a spare", "no spare"])
+def test_a_node_that_hangs_twice_is_left_out(fake_job, tmp_path, nodes):
+    job = fake_job("hangs", nodes)
+    assert job.end() == "COMPLETED", job.output()
+    bad = (tmp_path / "bad").read_text()
+    records = job.attempts()
+    assert [record["cause"] for record in records] == ["hang", "hang", "ended"]
+    assert bad in records[1]["hosts"]
+    assert bad not in records[2]["hosts"] and len(records[2]["hosts"]) == 2
+    assert job.facts()["Restarts"] == ("0" if nodes == 3 else "1")
+    assert job.facts()["ExcNodeList"] == ("(null)" if nodes == 3 else bad)
+
+
+def test_a_job_that_loses_a_node_is_requeued_by_slurm(fake_job, tmp_path):
+    job = fake_job("waits", 2)
+    job.wait((tmp_path / "bad").exists)
+    name = f"NodeName={(tmp_path / 'bad').read_text()}"
+    job.slurm("scontrol", "update", name, "State=DOWN", "Reason=test")
+    try:
+        assert job.end() == "COMPLETED", job.output()
+    finally:
+        job.cluster.on("login", "scontrol", "update", name, "State=RESUME")  # or it is back already
+    assert job.facts()["Restarts"] == "1"
 
 
 # ------------------------------------------------------------------ tests of a minute or more
@@ -288,23 +341,21 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
 
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
-@pytest.mark.parametrize("where", ["cluster", "racks"])
 def test_a_preempted_job_saves_is_requeued_and_ends_the_same(
-    request, repo, tmp_path, long_options, untouched, where, style, slow_disk
+    racks, repo, tmp_path, long_options, untouched, style, slow_disk
 ):
-    cluster = request.getfixturevalue(where)
     flags = ["--partition=low", "--exclusive", slow_disk]
-    job = Job(cluster, repo, tmp_path / "run", style, long_options, *flags)
+    job = Job(racks, repo, tmp_path / "run", style, long_options, *flags)
     job.wait_for_training()
     flags = [
         "--partition=high",
         "--exclusive",
-        f"--nodes={len(cluster.hosts) - 1}",
+        f"--nodes={len(racks.hosts) - 1}",
         "--wrap=sleep 5",
     ]
     flags += ["--output=/dev/null"]
     job.slurm("sbatch", *flags)
-    stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status(), 30)
+    stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status())
     assert job.end() == "COMPLETED", job.output()
     first, last = job.attempts()
     assert (first["cause"], first["reason"], first["recomputed"]) == ("stopped", "SIGTERM", 0)
@@ -314,26 +365,21 @@ def test_a_preempted_job_saves_is_requeued_and_ends_the_same(
 
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
-def test_a_disconnected_node_is_excluded_and_writes_nothing_more(
+def test_a_job_with_a_disconnected_node_is_requeued_and_ends_the_same(
     repo, tmp_path, tiny, lossy, style
 ):
-    """Its ranks keep running; the job continues without them, with the same weights in the end."""
+    """The old ranks on it keep running, and write nothing more."""
     more = ["--epochs=200", "--global-batch-size=48", "--checkpoint-every-steps=10"]
-    options = [*tiny, *more, "--reproducible", "--hang-timeout=20"]
+    options = [*tiny, *more, "--reproducible", "--hang-timeout=60"]
     job = Job(lossy, repo, tmp_path / "run", style, options)
     job.wait_for_training()
     on = [Path(__file__).parent / "on.sh", "login"]
     subprocess.run([*on, "ip", "link", "set", "node02", "down"], env=lossy.env, check=True)
-    cut = time.time()
     try:
-        assert job.end(400) == "COMPLETED", job.output()
-        attempts = job.attempts()
-        print(json.dumps(attempts, indent=1))
-        assert "node lost" in {attempt["cause"] for attempt in attempts}
-        assert attempts[-1]["hosts"] == ["node01"] and attempts[-1]["world_size"] == 2
-        print(f"from the disconnection to the next attempt: {attempts[-1]['start'] - cut:.0f} s")
+        job.wait(lambda: job.facts()["Restarts"] == "1")
     finally:
         subprocess.run([*on, "ip", "link", "set", "node02", "up"], env=lossy.env, check=True)
-    straight = train(tmp_path / "straight", 1, *options, timeout=600)
+    assert job.end(400) == "COMPLETED", job.output()
+    straight = train(tmp_path / "straight", 4, *options, timeout=600)
     end = torch.load(job.run / "checkpoint_epoch_200.pt", weights_only=True)
     assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))

@@ -39,12 +39,10 @@ CHECKPOINTS += ["checkpoint_auto.pt"]
 STEPS = dict(zip(CHECKPOINTS, (26, 50, 52, 40)))
 STATUS = {"state": "running", "reason": "", "run_dir": "/nowhere", "start_step": 0, "time": 9.5}
 STATUS |= {"global_step": 52, "saved_step": 26, "world_size": 2, "began": 1.5}
-STATUS |= {"save_seconds": 0.2}
 FAILURE = {"cause": "exception", "reason": "ValueError: x", "rank": 1, "host": "n01"}
 ATTEMPT = {"attempt": "7.1", "start": 1.0, "end": 9.0, "start_step": 0, "end_step": 52, "hosts": []}
-ATTEMPT |= {"saved_step": 26, "recomputed": 26, "train_seconds": 5.0, "cause": "killed"}
+ATTEMPT |= {"saved_step": 26, "recomputed": 26, "cause": "killed"}
 ATTEMPT |= {"reason": "", "world_size": 2}
-ATTEMPT |= {"startup_seconds": 1.5, "evaluation_seconds": 0.5, "save_seconds": 0.2}
 METRIC = {"kind": "train", "step": 20, "time": 3.0, "loss": 0.5, "accuracy": 0.75, "lr": 0.1}
 EPOCH = {"kind": "epoch", "step": 26, "time": 4.0, "epoch": 1, "loss": 0.4, "test_accuracy": 0.8}
 EPOCH |= {"evaluation_seconds": 0.5}
@@ -239,15 +237,13 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
         supervisor.run_dir = str(run)
         cause, reason = supervisor.cause(code, found, supervise.read_failure(run / "failure"))
         attempt = {"attempt": "7.2", "start": 10.0, "end": 12.0, "hosts": ["n01"]}
-        attempt |= supervisor.steps_and_time(found)
-        attempt |= supervisor.seconds_without_steps(10.0, 12.0, found)
+        attempt |= supervisor.steps(found)
         attempt |= {"world_size": found.get("world_size"), "cause": cause, "reason": reason}
         supervisor.record(attempt)
         supervisor.count_crash(attempt)
         facts = supervisor.facts(attempt, max_restarts=3)
         decision = supervise.decide(facts)
         supervise.report_crash(attempt, decision, facts)
-        supervise.goodput(supervisor.attempts())
         return attempt
 
     attempt, refusal = fuzz.outcome(end_of_an_attempt)

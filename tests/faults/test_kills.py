@@ -163,8 +163,8 @@ class Campaign:
                 found[name] += pids
         return found
 
-    def start(self, kills: int, draw: random.Random) -> str:
-        """Run to the end of the training; returns the output."""
+    def start(self, kills: int, draw: random.Random) -> None:
+        """Run to the end of the training."""
         streams = dict.fromkeys(("stdout", "stderr"), self.log.open("w"))
         with running(self.command, env=self.env, cwd=REPO, **streams) as process:
             for number in range(kills):
@@ -176,9 +176,8 @@ class Campaign:
                     print(f"kill {number}: {kind} {victim}")
                     with suppress(ProcessLookupError):
                         os.kill(victim, signal.SIGKILL)
-            assert process.wait() == 0, self.log.read_text()[-3000:]
-            wait_until(lambda: not any(self.members().values()), "something still runs")
-        return self.log.read_text()
+            assert process.wait(timeout=900) == 0, self.log.read_text()[-3000:]
+        wait_until(lambda: not any(self.members().values()), "something still runs", 20)
 
     def trains(self, process, number: int) -> bool:
         """Whether attempt number + 1, or a later one, has saved: so each kill hits a training."""
@@ -201,14 +200,13 @@ def test_a_supervised_training_killed_anywhere_ends_as_if_nothing_had_happened(
     print(f"ranks by attempt: {sizes}")
     options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
     campaign = Campaign(tmp_path, sizes, options)
-    text = campaign.start(kills, draw)
+    campaign.start(kills, draw)
 
     lines = (campaign.run / "attempts.jsonl").read_text().splitlines()
     attempts = [json.loads(line) for line in lines]
     print(json.dumps(attempts, indent=1))
     assert attempts[-1]["cause"] == "finished" and len(attempts) >= kills
     assert {attempt["cause"] for attempt in attempts[:-1]} <= {"killed", "stopped"}
-    assert re.search(r"goodput [\d.]+%: of \d+ s in \d+ attempts", text)
 
     straight = train(tmp_path / "straight", 2, *options, record=True, timeout=600)
     run = dataclasses.replace(straight, directory=campaign.run)
