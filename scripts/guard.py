@@ -10,8 +10,6 @@ The launchers put guard.py in front of the script, which needs no changes. guard
   so that a script written for torchrun also runs there;
 - checks before the script starts that all ranks are present, belong to the same job, run the same
   script and PyTorch version, and have a GPU each;
-- checks in the first attempt, and when a node is new, that the GPUs of a model compute the same
-  bits in about the same time (see check_gpu.py);
 - binds each rank to its share of the cores, or to those of the NUMA node of its GPU;
 - on a machine without GPUs, makes malloc keep freed memory, which speeds up training on CPUs;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without an optimizer step,
@@ -26,7 +24,6 @@ Environment:
                   1,620 s with gloo, or of init_process_group(timeout=...)  []
     SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
                   collectives; 0: slow ranks are not named                  [60]
-    GPU_CHECK     the size of the matrices with which the GPUs are compared; 0: no check  [4096]
     NUMA_BINDING  0: do not bind a rank to the cores near its GPU            [1]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
@@ -77,7 +74,6 @@ LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU req
 RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for a defective GPU
 DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
 MAX_RANKS = 1_000_000
-GPU_SECONDS = 60  # to wait for scripts/check_gpu.py
 NVIDIA_SMI = "nvidia-smi -L"
 SMI_SECONDS = 30  # it may take long while a GPU is reset
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
@@ -450,43 +446,6 @@ def is_first_attempt() -> bool:
     return os.environ.get("ATTEMPT") in (None, "", "1")
 
 
-def start_gpu_check(world: dict[str, int]) -> subprocess.Popen | None:
-    """Start scripts/check_gpu.py for the GPU of this rank, if there is one to check."""
-    size = whole_number("GPU_CHECK", os.environ.get("GPU_CHECK") or "4096", 0, 65536)
-    is_due = is_first_attempt() or os.environ.get("NEW_NODES")
-    program = Path(__file__).with_name("check_gpu.py")
-    if size == 0 or not is_due or not program.exists():
-        return None
-    gpu = gpu_of(world["LOCAL_RANK"])
-    if gpu == "none" or not (gpu or has_gpu()):
-        return None
-    command = [sys.executable, program, str(world["LOCAL_RANK"]), str(size)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def result_of(gpu_check: subprocess.Popen, world: dict[str, int], patience: float) -> dict:
-    """What check_gpu.py has printed, or why there is no result, with the GPU's index on this host.
-
-    Empty if PyTorch has found no GPU.
-    """
-    gpus = list(list_gpus()[1].values())
-    own = gpu_of(world["LOCAL_RANK"])
-    indices = [index for index, devices in enumerate(gpus) if own in devices]
-    place = {"index": indices[0] if indices else world["LOCAL_RANK"]}
-    try:
-        output, errors = gpu_check.communicate(timeout=patience)
-    except subprocess.TimeoutExpired:
-        gpu_check.kill()  # without waiting for its end: a broken driver may prevent it
-        return {"not_checked": f"no result within {patience:.0f} s", **place}
-    if gpu_check.returncode != 0:
-        lines = errors.strip().split("\n")
-        return {"not_checked": lines[-1][:200] or f"exit code {gpu_check.returncode}", **place}
-    for line in output.splitlines():
-        if line.startswith('{"model"'):  # other lines are of a library
-            return {**json.loads(line), **place}
-    return {}
-
-
 # --------------------------------------------------------------------------------- rank check
 
 
@@ -500,10 +459,7 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     rank = world["RANK"]
     timeout = seconds("RANK_TIMEOUT", 300)
     deadline = time.monotonic() + timeout
-    gpu_check = start_gpu_check(world)
-    info = rank_info(world, arguments)  # imports PyTorch meanwhile
-    if gpu_check:
-        info["gpu_check"] = result_of(gpu_check, world, min(GPU_SECONDS, timeout / 2))
+    info = rank_info(world, arguments)
     store = connect(world, timeout)
     check_job(store, rank, deadline)
     store.set(f"rank {rank}", json.dumps(info))
@@ -540,7 +496,7 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> dict[int
     keys = [f"rank {rank}" for rank in range(size)]
     texts = read_all(store, keys, deadline)
     infos = [json.loads(texts[key]) if key in texts else None for key in keys]
-    problem = find_problem(infos, timeout) or compare_gpus(infos)
+    problem = find_problem(infos, timeout)
     if not problem:
         share_infos(store, infos)
     store.set("problem", problem)
@@ -767,25 +723,6 @@ def format_ranges(numbers: list[int]) -> str:
     for first, last in zip(firsts, lasts):
         ranges.append(f"{first}-{last}" if first < last else str(first))
     return ",".join(ranges)
-
-
-def compare_gpus(infos: list[dict]) -> str:
-    """Print warnings about GPUs; the text about those that have failed, "" if there are none."""
-    if not any(info.get("gpu_check") for info in infos):
-        return ""
-    import check_gpu
-
-    failures = []
-    for problem in check_gpu.compare(infos):
-        if not problem.is_failure:
-            print(f"guard.py: WARNING: {problem.text}", file=sys.stderr, flush=True)
-            continue
-        failures.append(problem.text)
-        for host, ranks in check_gpu.by_host(infos, problem.ranks).items():
-            gpus = " ".join(infos[rank]["gpu"] for rank in ranks)
-            write_event("gpu_check_failed", problem.text, ranks=ranks, host=host, gpu=gpus)
-            write_failure("configuration", problem.text, ranks[0], host)
-    return "; ".join(failures)
 
 
 def log_topology(infos: list[dict]) -> None:
@@ -1810,7 +1747,7 @@ def report_gpu(rank: int, gpu: str, reason: str) -> None:
     if fault:
         text = f"{gpu} of {HOST} has failed (nvidia-smi: {fault})"
         print(f"guard.py: {text}", file=sys.stderr, flush=True)
-        write_event("gpu_check_failed", text, ranks=[rank], host=HOST, gpu=gpu)
+        write_event("gpu_failed", text, ranks=[rank], host=HOST, gpu=gpu)
 
 
 def ask_driver(gpu: str, reason: str) -> str:

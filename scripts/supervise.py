@@ -31,12 +31,12 @@ save_seconds, hosts, world_size, cause, reason, events (those of EVENTS_FILE, su
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
 ON_EVENT, a shell command, is run for each event: attempt_ended (with its cause), slow_rank,
-gpu_check_failed, node_left_out, finished, gave_up. It finds the event as JSON on its standard input
+gpu_failed, node_left_out, finished, gave_up. It finds the event as JSON on its standard input
 and in the variable EVENT: time, event, text, job, run_dir, and what is known of the attempt.
 supervise.py does not wait for the command, except for up to 10 s at the end (2 s before a requeue),
 and ends it after 60 s.
 A node is left out of the next attempts if only ranks on it did not answer in two hangs, or if its
-GPU check failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
+GPU has failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
 requeued without the node. The launchers that use ssh find the hosts to leave out in EXCLUDED_NODES,
 and write all their hosts to NODES_FILE, one per line.
 Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
@@ -447,7 +447,6 @@ class Supervisor:
         self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
         self.nodes_at_first = choose_nodes(self.job_nodes, self.left_out, self.wanted)
         self.nodes = self.nodes_at_first  # of the next attempt
-        self.nodes_used = set()  # by earlier attempts
         self.evidence = Evidence(has_excluded_nodes())
         self.bad_node = ""  # see Facts
 
@@ -507,7 +506,6 @@ class Supervisor:
         self.written_at = began  # see poll_for_lost_nodes()
         self.patience = SILENT_SECONDS
         code = self.run(env)
-        self.nodes_used.update(self.nodes)
 
         self.try_to(self.read_events)
         status = read_status(self.status_file)
@@ -603,9 +601,6 @@ class Supervisor:
             env.update(slurm_overlap())
         if self.nodes != self.job_nodes:
             env.update(slurm_nodes(self.nodes))
-        new_nodes = [node for node in self.nodes if node not in self.nodes_used]
-        if self.count > 1 and new_nodes:
-            env["NEW_NODES"] = ",".join(new_nodes)
         return env
 
     def cause(self, code, status, failure):
@@ -920,7 +915,7 @@ class Evidence:
         """{host: why it should be left out}. failure, events: of the attempt that has ended."""
         found = {}
         for event in events:
-            if event["event"] == "gpu_check_failed" and has_only(str, event, ["host"]):
+            if event["event"] == "gpu_failed" and has_only(str, event, ["host"]):
                 found[event["host"]] = "its GPU has failed"
         hosts = failure.get("silent_hosts")
         # If several hosts are silent, the network may be at fault.

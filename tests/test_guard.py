@@ -1546,6 +1546,65 @@ def test_an_error_of_nccl_is_recorded_with_its_last_line(tmp_path, monkeypatch, 
     assert all(part in written["reason"] for part in parts)
 
 
+ECC_ERROR = "CUDA error: uncorrectable ECC error encountered"
+OTHER_ERROR = "CUDA error: device-side assert triggered"
+ECC = {"ecc.errors.uncorrected.volatile.total": "2"}
+RESET = {"gpu_recovery_action": "Reset"}
+XID_79 = "Unable to determine the device handle for GPU0: 0000:3B:00.0: Unknown Error"
+UNKNOWN = {"ecc.errors.uncorrected.volatile.total": "[N/A]", "gpu_recovery_action": "[N/A]"}
+NO_PERMISSION = {"gpu_recovery_action": "[Insufficient Permissions]"}
+
+
+@pytest.mark.parametrize(
+    ("error", "facts", "fails", "fault"),
+    [
+        (ECC_ERROR, ECC, "", "2 uncorrected memory errors"),
+        (OTHER_ERROR, RESET, "", "recovery action: Reset"),
+        (OTHER_ERROR, {}, XID_79, XID_79),
+        # No evidence: the script's own fault, or something that the driver does not know.
+        (OTHER_ERROR, {}, "", ""),
+        (OTHER_ERROR, ECC, "", ""),  # an old memory error
+        (ECC_ERROR, UNKNOWN, "", ""),
+        (OTHER_ERROR, NO_PERMISSION, "", ""),
+        (OTHER_ERROR, {}, "Failed to initialize NVML: Unknown Error", ""),  # of a container
+        ("CUDA out of memory", RESET, "", ""),
+        ("index 7 is out of bounds", RESET, "", ""),
+    ],
+)
+def test_after_a_cuda_error_a_fault_of_the_gpu_is_reported(tmp_path, error, facts, fails, fault):
+    """nvidia-smi is a stand-in; it fails only once the script runs."""
+    path = nvidia_smi(tmp_path, 2)
+    events = tmp_path / "events"
+    state = tmp_path / "bin/nvidia-smi.json"
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import json, os
+if os.environ["RANK"] == "1":
+    state = json.load(open({str(state)!r}))
+    state["gpus"][1].update({facts!r})
+    state["fails"] = {fails!r}
+    json.dump(state, open({str(state)!r}, "w"))
+    raise RuntimeError({error!r})
+""")
+    env = {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EVENTS_FILE": events}
+    run = run_ranks(2, REPO / "scripts/guard.py", script, env=lambda rank: env)
+    assert run.codes[1] == 1
+    assert ("has failed" in run.err[1]) == bool(fault), run.err[1]
+    if fault:
+        event = json.loads(events.read_text())  # one line
+        assert event["event"] == "gpu_failed" and event["host"] == guard.HOST
+        assert event["ranks"] == [1] and event["gpu"] == "GPU-1"
+        assert event["text"] == f"GPU-1 of {guard.HOST} has failed (nvidia-smi: {fault})"
+    else:
+        assert not events.exists()
+
+
+def test_a_driver_that_does_not_answer_is_no_evidence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, 1, hangs=True))
+    monkeypatch.setattr(guard, "DRIVER_SECONDS", 0.2)
+    assert guard.ask_driver("GPU-0", ECC_ERROR) == ""
+
+
 def test_the_first_failure_is_kept_and_a_rank_that_lost_another_exits_later(tmp_path):
     fault = "if rank == 1 and step == 5: raise OSError('the disk is gone')"
     failure, times = tmp_path / "failure", {}

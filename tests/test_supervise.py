@@ -672,15 +672,6 @@ def test_a_user_error_remains_one_even_if_a_node_does_not_respond(supervisor, mo
     assert us.nodes == ["n1"]
 
 
-def test_the_ranks_are_told_which_nodes_no_earlier_attempt_has_used(supervisor, monkeypatch):
-    _, us = supervisor
-    us.attempt()
-    us.count = 2
-    assert "NEW_NODES" not in us.environment()
-    us.nodes = ["n1", "n3"]
-    assert us.environment()["NEW_NODES"] == "n3"
-
-
 def test_its_own_node_never_counts_as_lost(supervisor, monkeypatch):
     module, _ = supervisor
     monkeypatch.setattr(module, "slurm", lambda *_: "n1 allocated*\nn2 down*\nn3 mixed\n")
@@ -859,7 +850,7 @@ if number > len(failures):
     sys.exit()
 failure = {"cause": "hang", "reason": "it is", "host": "n1", "rank": 0, **failures[number - 1]}
 if failure.pop("gpu", None):
-    event = {"time": 1, "event": "gpu_check_failed", "text": "bad", "host": failure["host"]}
+    event = {"time": 1, "event": "gpu_failed", "text": "bad", "host": failure["host"]}
     with open(env["EVENTS_FILE"], "w") as events:
         print(json.dumps(event), file=events)
 with open(env["FAILURE_FILE"], "w") as file:
@@ -895,7 +886,7 @@ def test_a_node_that_did_not_answer_in_two_hangs_is_replaced_by_a_spare(tmp_path
     assert not list(tmp_path.rglob("nodes_*"))
 
 
-def test_a_node_whose_gpu_check_failed_is_replaced_at_once(tmp_path, supervise):
+def test_a_node_whose_gpu_has_failed_is_replaced_at_once(tmp_path, supervise):
     failure = {"cause": "configuration", "gpu": True, "host": "n3"}
     code, text = launch(supervise, failure, NNODES="2")
     assert code == 0 and "n3.site is left out: its GPU has failed; a spare" in text, text
