@@ -10,8 +10,8 @@ The launchers put guard.py in front of the script, which needs no changes. guard
   so that a script written for torchrun also runs there;
 - checks before the script starts that all ranks are present, belong to the same job, run the same
   script and PyTorch version, and have a GPU each;
-- binds each rank to its share of the cores, or to those of the NUMA node of its GPU;
-- on a machine without GPUs, makes malloc keep freed memory, which speeds up training on CPUs;
+- on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
+  memory, which speeds up training on CPUs;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without an optimizer step,
   all ranks print their stacks and exit, and the error names the ranks at fault;
 - names a slow rank: one that is late in each step, so that the others wait for it;
@@ -24,7 +24,6 @@ Environment:
                   1,620 s with gloo, or of init_process_group(timeout=...)  []
     SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
                   collectives; 0: slow ranks are not named                  [60]
-    NUMA_BINDING  0: do not bind a rank to the cores near its GPU            [1]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, and
@@ -61,7 +60,6 @@ from pathlib import Path
 HOST = socket.gethostname()
 ENDED = "has ended"
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
-PCI = Path("/sys/bus/pci/devices")
 POLL = 5  # seconds between checks for a hang that another rank has found
 NCCL_TIMEOUT = 600  # seconds that PyTorch gives a collective of NCCL; gloo: 1,800
 LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
@@ -276,7 +274,6 @@ def configure_process(world: dict[str, int]) -> None:
     local_rank = world["LOCAL_RANK"]
     select_mig_device(local_rank)
     allowed = sorted(os.sched_getaffinity(0))
-    near_gpu = cores_near_gpu(local_rank).intersection(allowed)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -289,8 +286,6 @@ def configure_process(world: dict[str, int]) -> None:
         share = allowed[begin:end]
     if share and not has_gpu():
         os.sched_setaffinity(0, share)  # shared cores slow down CPU ranks
-    elif near_gpu and len(near_gpu) >= len(share):  # not if they are fewer than its share
-        os.sched_setaffinity(0, near_gpu)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(share))))
 
 
@@ -312,32 +307,6 @@ def select_mig_device(local_rank: int) -> None:
     names = visible_devices() or os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if local_rank < len(names) and names[local_rank].startswith("MIG-"):
         os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]
-
-
-def cores_near_gpu(local_rank: int) -> set[int]:
-    """The cores of the NUMA node of this rank's GPU; empty if unknown."""
-    if os.environ.get("NUMA_BINDING") == "0" or not has_gpu():
-        return set()
-    own = [gpu for gpu, devices in visible_gpus() if gpu_of(local_rank) in devices]
-    if not own:
-        return set()
-    bus = query_gpu(own[0], "pci.bus_id", SMI_SECONDS)
-    device = bus.lower()[-12:]  # sysfs has a domain of four digits, not eight
-    with suppress(OSError, ValueError):
-        ranges = (PCI / device / "local_cpulist").read_text().strip()
-        return parse_ranges(ranges)
-    return set()
-
-
-def parse_ranges(text: str) -> set[int]:
-    """All numbers of a text such as 0-15,64-79; ValueError if it has another form."""
-    numbers: set[int] = set()
-    for part in text.split(","):
-        ends = part.split("-")  # a single number is both ends
-        first = int(ends[0])
-        last = int(ends[-1])
-        numbers.update(range(first, last + 1))
-    return numbers
 
 
 def has_gpu() -> bool:

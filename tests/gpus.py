@@ -51,7 +51,6 @@ def gpu(index: int, **more) -> dict:
         "gpu_recovery_action": "None",
         "power.limit": "700.00",
         "power.default_limit": "700.00",
-        "pci.bus_id": f"00000000:{16 * index:02X}:00.0",
         "mig": [],
     }
     return facts | more

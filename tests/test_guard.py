@@ -557,57 +557,6 @@ def test_ranks_that_share_a_gpu_are_named(tmp_path):
     assert own.codes == [0, 0], own.err
 
 
-CORES = sorted(os.sched_getaffinity(0))
-HALVES = CORES[: len(CORES) // 2], CORES[len(CORES) // 2 :]
-
-NUMA = """if True:
-    import os, sys
-    from pathlib import Path
-    sys.path.insert(0, {scripts!r})
-    import guard
-    os.sched_setaffinity(0, {mask})
-    guard.PCI, guard.has_gpu = Path({pci!r}), lambda: True
-    rank, ranks = {rank}, {ranks}
-    world = dict(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=ranks, WORLD_SIZE=2)
-    guard.configure_process(world)
-    print(sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"])
-"""
-
-
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-@pytest.mark.parametrize(
-    ("rank", "env", "mask", "ranks", "expected"),
-    [
-        (0, {}, CORES, 2, HALVES[1]),
-        (1, {}, CORES, 2, HALVES[0]),
-        (0, {"CUDA_VISIBLE_DEVICES": "1,0"}, CORES, 2, HALVES[0]),
-        (0, {"NUMA_BINDING": "0"}, CORES, 2, CORES),
-        (0, {}, HALVES[0], 2, HALVES[0]),  # the scheduler has bound it elsewhere
-        (0, {}, CORES, 1, CORES),  # half the cores are less than its share
-        (0, {"CUDA_VISIBLE_DEVICES": "MIG-1"}, CORES, 2, CORES),  # unknown to nvidia-smi
-    ],
-)
-def test_a_rank_is_bound_to_the_cores_near_its_gpu(tmp_path, rank, env, mask, ranks, expected):
-    """Stand-ins for nvidia-smi and for sysfs: GPU 0 is near the second half of the cores."""
-    pair = [
-        gpu(0, **{"pci.bus_id": "00000000:3B:00.0"}),
-        gpu(1, **{"pci.bus_id": "00000000:D8:00.0"}),
-    ]
-    path = nvidia_smi(tmp_path, pair)
-    near = {"d8": f"{HALVES[0][0]}-{HALVES[0][-1]}", "3b": ",".join(map(str, HALVES[1]))}
-    for device, cores in near.items():
-        (tmp_path / f"0000:{device}:00.0").mkdir()
-        (tmp_path / f"0000:{device}:00.0/local_cpulist").write_text(f"{cores}\n")
-    code = NUMA.format(
-        scripts=str(GUARD.parent), mask=mask, pci=str(tmp_path), rank=rank, ranks=ranks
-    )
-    env = {"PATH": path, "TORCHELASTIC_RUN_ID": "x"} | env
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    share = len(mask) // ranks
-    assert result.stdout.startswith(f"{expected} "), result.stderr
-    assert int(result.stdout.split()[-1]) in (share, share + 1)
-
-
 # Prints how many pages of an activation of 80 MB (20,000 pages) are faulted in again in each step.
 PAGE_FAULTS = """if True:
     import resource
