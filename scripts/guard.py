@@ -8,8 +8,8 @@
 The launchers put guard.py in front of the script, which needs no changes. guard.py
 - sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in an srun step,
   so that a script written for torchrun also runs there;
-- checks before the script starts that all ranks are present, belong to the same job, run the same
-  script and PyTorch version, and have a GPU each;
+- checks before the script starts that all ranks are present, belong to the same job, and run the
+  same script and PyTorch version;
 - on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
   memory, which speeds up training on CPUs;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without an optimizer step,
@@ -67,13 +67,12 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
     "was aborted",
     re.I,
 )
+DUPLICATE_GPU = re.compile(r"Duplicate GPU detected : rank (\d+) and rank (\d+)")  # by NCCL
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for a defective GPU
 DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
 MAX_RANKS = 1_000_000
-NVIDIA_SMI = "nvidia-smi -L"
-SMI_SECONDS = 30  # it may take long while a GPU is reset
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
 BATCH = 500  # keys in one request to the store
 FIRST_PAUSE = 0.05  # seconds between two requests of a rank that waits for a key
@@ -272,7 +271,6 @@ def configure_process(world: dict[str, int]) -> None:
     if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
         return
     local_rank = world["LOCAL_RANK"]
-    select_mig_device(local_rank)
     allowed = sorted(os.sched_getaffinity(0))
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
@@ -302,112 +300,11 @@ def keep_freed_memory() -> None:
     libc.mallopt(M_MMAP_MAX, 0)
 
 
-def select_mig_device(local_rank: int) -> None:
-    """Show each rank one MIG device only: CUDA would always use the first one."""
-    names = visible_devices() or os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if local_rank < len(names) and names[local_rank].startswith("MIG-"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]
-
-
 def has_gpu() -> bool:
     for pattern in ("nvidia[0-9]*", "kfd", "dxg"):
         if any(Path("/dev").glob(pattern)):
             return True
     return False
-
-
-def gpu_of(local_rank: int) -> str:
-    """The UUID of the GPU that this rank will use; "" if there is none or it is unknown."""
-    devices = visible_devices()
-    if not devices:
-        return ""
-    if len(devices) == 1:  # srun --gpus-per-task=1, for example
-        return devices[0]
-    return devices[local_rank] if local_rank < len(devices) else "none"
-
-
-def visible_devices() -> list[str]:
-    """The UUIDs of this process's GPUs and MIG devices, in device order; [] if unknown."""
-    return [device for _, devices in visible_gpus() for device in devices]
-
-
-def visible_gpus() -> list[tuple[str, list[str]]]:
-    """Those of list_gpus() that the environment shows to this process, in device order."""
-    command, all_gpus = list_gpus()
-    variables = ["CUDA_VISIBLE_DEVICES"]
-    if command != NVIDIA_SMI:
-        by_hip = "HIP_VISIBLE_DEVICES" in os.environ  # which reads CUDA's variable otherwise
-        variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES" if by_hip else variables[0]]
-    gpus = list(all_gpus.items())
-    for variable in variables:
-        names = os.environ.get(variable)
-        if names is None:
-            continue
-        selected = []
-        for name in names.split(","):
-            found = gpu_named(name.strip(), gpus)
-            if not found:  # CUDA ignores it and all that follow: "", -1 and NoDevFiles hide all
-                break
-            selected.append(found)
-        gpus = selected
-    return gpus
-
-
-def gpu_named(name: str, gpus: list[tuple[str, list[str]]]) -> tuple[str, list[str]] | None:
-    """The GPU with this index or UUID, or the MIG device with this UUID; its start will do."""
-    if name.isdigit():
-        return gpus[int(name)] if int(name) < len(gpus) else None
-    for gpu, devices in gpus if name else []:
-        if gpu.startswith(name):
-            return gpu, devices
-        for device in devices:
-            if device.startswith(name):
-                return gpu, [device]
-    return None
-
-
-@functools.lru_cache(maxsize=None)  # noqa: UP033 (Python 3.8)
-def list_gpus() -> tuple[str, dict[str, list[str]]]:
-    """(command, {UUID of each GPU of this host: the UUIDs of its MIG devices, else its own}).
-
-    It runs a command: calling CUDA would initialize it, and a script cannot fork after that.
-    """
-    for command in (NVIDIA_SMI, "amd-smi list", "rocm-smi --showuniqueid"):
-        try:
-            output = subprocess.check_output(
-                command.split(), text=True, timeout=SMI_SECONDS, stderr=subprocess.DEVNULL
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        mig_devices: dict[str, list[str]] = {}
-        gpu = ""
-        for uuid in re.findall(r"(?:UUID|Unique ID):\s*([^\s)]+)", output):
-            if uuid.startswith("MIG-"):
-                mig_devices.setdefault(gpu, []).append(uuid)
-            else:
-                gpu = uuid
-                mig_devices[gpu] = []
-        return command, {gpu: devices or [gpu] for gpu, devices in mig_devices.items()}
-    return "", {}
-
-
-def query_gpu(gpu: str, field: str, limit: float) -> str:
-    """The value of a field of nvidia-smi, or its error message; "" without an answer.
-
-    gpu: its UUID; limit: in seconds.
-    """
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    try:
-        query = subprocess.Popen(command, text=True, **pipes)
-    except OSError:
-        return ""
-    try:
-        output, _ = query.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        query.kill()  # without waiting for its end: a broken driver may prevent it
-        return ""
-    return " ".join(output.split())
 
 
 def is_first_attempt() -> bool:
@@ -487,7 +384,7 @@ def share_infos(store, infos: list[dict]) -> None:
         shared = {}
         for rank in [*for_all, *own]:
             info = infos[rank]
-            names = ("host", "pid", "started", "address", "clock", "gpu")
+            names = ("host", "pid", "started", "address", "clock")
             shared[rank] = {name: info[name] for name in names}
         store.set(f"host {host}", json.dumps(shared))
 
@@ -525,7 +422,6 @@ def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
         "started": process[1] if process else 0,
         "address": address_towards(os.environ["MASTER_ADDR"]),
         "clock": clock_id(),
-        "gpu": gpu_of(world["LOCAL_RANK"]),
         "same": same,
     }
 
@@ -651,7 +547,7 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
 
 
 def find_differences(infos: list[dict | None]):
-    """Yield a sentence for each difference in software and each shared GPU."""
+    """Yield a sentence for each difference in software."""
     facts = {fact for info in infos if info for fact in info["same"]}
     for fact in sorted(facts):
         values = [info["same"].get(fact, "missing") if info else None for info in infos]
@@ -663,16 +559,6 @@ def find_differences(infos: list[dict | None]):
             hosts = dict.fromkeys(infos[rank]["host"] for rank in ranks)
             who = f"rank{plural} {format_ranges(ranks)} on {', '.join(hosts)}"
             yield f"{fact} differs: {value} for {who}, {values[0]} for rank 0"
-    for host, ranks in ranks_by_host(infos).items():
-        known = [infos[rank]["gpu"] for rank in ranks if infos[rank]["gpu"]]
-        gpus = set(known) - {"none"}
-        if len(gpus) < len(known):
-            plural = "" if len(gpus) == 1 else "s"
-            yield (
-                f"Duplicate GPU detected: on {host}, ranks {format_ranges(ranks)} share "
-                f"{len(gpus)} visible GPU{plural}: start as many processes as there are GPUs "
-                "(or set GUARD=0 if this is intended)"
-            )
 
 
 def ranks_by_host(infos: list[dict | None]) -> dict[str, list[int]]:
@@ -1434,8 +1320,8 @@ class SlowRankWatch:
 
     def report(self, ranks: list[int], steps: list, step_seconds: float) -> None:
         seconds_late, seconds_saved = delay(steps, set(ranks))
-        places = [place_of(self.infos[rank]) for rank in ranks]
-        names = [f"rank {rank} on {place}" for rank, place in zip(ranks, places)]
+        hosts = [self.infos[rank]["host"] for rank in ranks]
+        names = [f"rank {rank} on {host}" for rank, host in zip(ranks, hosts)]
         verb = "arrives" if len(ranks) == 1 else "arrive"
         share = seconds_saved / step_seconds
         text = f"{', '.join(names)} {verb} {1000 * seconds_late:.0f} ms after the others "
@@ -1445,17 +1331,10 @@ class SlowRankWatch:
             "slow_rank",
             text,
             ranks=ranks,
-            hosts=[self.infos[rank]["host"] for rank in ranks],
-            gpus=[self.infos[rank].get("gpu", "") for rank in ranks],
+            hosts=hosts,
             seconds_late=seconds_late,
             step_seconds=step_seconds,
         )
-
-
-def place_of(info: dict) -> str:
-    """The host, and the GPU if there is one."""
-    gpu = info.get("gpu")
-    return f"{info['host']} ({gpu})" if gpu else info["host"]
 
 
 def clock_id() -> str:
@@ -1693,6 +1572,14 @@ def report_error(
         end_if_asked(error, rank, signals)
         wait_for_lost_rank(rank, watch)
         return
+    shared = DUPLICATE_GPU.search(str(error))
+    if shared:
+        first, second = sorted(map(int, shared.groups()))
+        fail(
+            f"ranks {first} and {second} on {HOST} use the same GPU (Duplicate GPU detected): "
+            "start one rank per GPU (NPROC_PER_NODE), or request more GPUs; the script must call "
+            "torch.cuda.set_device(LOCAL_RANK)"
+        )
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -1701,41 +1588,57 @@ def report_error(
         content = {"message": {"message": reason, "extraInfo": facts}}
         with suppress(OSError):
             Path(file).write_text(json.dumps(content))
-    if watch and cause == "exception" and GPU_ERROR.search(reason):
-        report_gpu(rank, watch.infos[rank].get("gpu", ""), reason)
+    if cause == "exception" and GPU_ERROR.search(reason):
+        report_gpu(rank, reason)
 
 
-def report_gpu(rank: int, gpu: str, reason: str) -> None:
-    """If the driver says that the GPU has failed, tell scripts/supervise.py: evidence against HOST.
+def report_gpu(rank: int, reason: str) -> None:
+    """If the driver says that a GPU has failed, tell scripts/supervise.py: evidence against HOST.
 
     The error alone is no evidence: most CUDA errors are the script's own fault.
     """
-    if not gpu.startswith("GPU-"):  # none, unknown, or a MIG device
-        return
-    fault = ask_driver(gpu, reason)
+    fault = failed_gpu(reason)
     if fault:
-        text = f"{gpu} of {HOST} has failed (nvidia-smi: {fault})"
+        text = f"a GPU of {HOST} has failed (nvidia-smi: {fault})"
         print(f"guard.py: {text}", file=sys.stderr, flush=True)
-        write_event("gpu_failed", text, ranks=[rank], host=HOST, gpu=gpu)
+        write_event("gpu_failed", text, ranks=[rank], host=HOST)
 
 
-def ask_driver(gpu: str, reason: str) -> str:
-    """What nvidia-smi says is wrong with a GPU (its UUID); "" if nothing, or if it cannot tell.
+def failed_gpu(reason: str) -> str:
+    """What nvidia-smi says is wrong with a GPU of this host; "" if nothing, or if it cannot tell.
 
     After Xid 79 ("fallen off the bus") it no longer finds the GPU; after other Xid errors it may
     recommend an action, which older versions do not know. Memory errors count only if this error is
     one (reason): the driver has counted since it was loaded, and the GPU may be usable again.
     """
-    action = query_gpu(gpu, "gpu_recovery_action", DRIVER_SECONDS)
-    if LOST_GPU.search(action):
-        return action
-    if action in RECOVERY_ACTIONS:
-        return f"recovery action: {action}"
+    for line in query_gpus("gpu_recovery_action"):
+        index, _, action = line.partition(", ")
+        if LOST_GPU.search(line):
+            return line
+        if action in RECOVERY_ACTIONS:
+            return f"GPU {index}: recovery action: {action}"
     if re.search("ECC|uncorrectable", reason):
-        errors = query_gpu(gpu, "ecc.errors.uncorrected.volatile.total", DRIVER_SECONDS)
-        if errors.isdigit() and int(errors) > 0:
-            return f"{errors} uncorrected memory errors"
+        for line in query_gpus("ecc.errors.uncorrected.volatile.total"):
+            index, _, errors = line.partition(", ")
+            if errors.isdigit() and int(errors) > 0:
+                return f"GPU {index}: {errors} uncorrected memory errors"
     return ""
+
+
+def query_gpus(field: str) -> list[str]:
+    """nvidia-smi's lines "INDEX, VALUE", or its error message; [] without an answer."""
+    command = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        query = subprocess.Popen(command, text=True, **pipes)
+    except OSError:
+        return []
+    try:
+        output, _ = query.communicate(timeout=DRIVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        query.kill()  # without waiting for its end: a broken driver may prevent it
+        return []
+    return output.splitlines()
 
 
 def has_lost_rank(error: BaseException) -> bool:

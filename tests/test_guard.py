@@ -27,7 +27,6 @@ from harness import (
     load,
     run_ranks,
     wait_until,
-    write_program,
 )
 
 GUARD = REPO / "scripts/guard.py"
@@ -544,19 +543,6 @@ def test_a_process_of_another_job_is_refused_and_the_job_continues(tmp_path):
     assert "another" not in result.err[0] + result.err[1]
 
 
-def test_ranks_that_share_a_gpu_are_named(tmp_path):
-    script = write(tmp_path)
-    text = f"Duplicate GPU detected: on {HOST}, ranks 0-2 share 2 visible GPUs: start as many "
-    two = {"PATH": nvidia_smi(tmp_path, 2)}
-    assert refused(run(3, script, env=two)).startswith(text)
-    one = two | {"CUDA_VISIBLE_DEVICES": "1"}
-    assert "ranks 0-1 share 1 visible GPU:" in refused(run(2, script, env=one))
-    assert run(2, script, env=two).codes == [0, 0]
-    by_task = srun(2)  # as with srun --gpus-per-task=1: each sees another one
-    own = run(2, script, env=lambda rank: by_task(rank) | two | {"CUDA_VISIBLE_DEVICES": rank})
-    assert own.codes == [0, 0], own.err
-
-
 # Prints how many pages of an activation of 80 MB (20,000 pages) are faulted in again in each step.
 PAGE_FAULTS = """if True:
     import resource
@@ -616,106 +602,8 @@ def test_a_rank_keeps_the_cores_that_it_was_bound_to(monkeypatch, variables, all
     assert bound == [list(share)]
 
 
-def test_a_rank_sees_one_mig_device_because_cuda_uses_only_the_first():
-    code = f"import os, sys; sys.path.insert(0, {str(GUARD.parent)!r}); import guard\n"
-    code += "guard.configure_process(dict(LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=2))\n"
-    code += "print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert result.stdout == "MIG-b\n", result.stderr
-
-
-@pytest.fixture
-def gpus_of(tmp_path, monkeypatch):
-    """gpus_of(ranks, gpus, NAME=VALUE, ...): the GPU of each rank of this host."""
-
-    def gpus_of(ranks: int, gpus, hangs=False, fails="", **env) -> list[str]:
-        monkeypatch.setenv("PATH", nvidia_smi(tmp_path, gpus, hangs=hangs, fails=fails))
-        monkeypatch.setattr(guard, "SMI_SECONDS", 1 if hangs else 30)
-        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
-        guard.list_gpus.cache_clear()
-        found = []
-        for rank in range(ranks):
-            with monkeypatch.context() as own:
-                for name in ("CUDA", "HIP", "ROCR"):
-                    own.setenv(f"{name}_VISIBLE_DEVICES", "to be restored")
-                    own.delenv(f"{name}_VISIBLE_DEVICES")
-                own.setenv("OMP_NUM_THREADS", "1")
-                for name, value in env.items():
-                    own.setenv(name, value)
-                guard.configure_process(
-                    {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "WORLD_SIZE": ranks}
-                )
-                found.append(guard.gpu_of(rank))
-        guard.list_gpus.cache_clear()
-        return found
-
-    return gpus_of
-
-
-def test_each_of_eight_ranks_has_one_of_eight_gpus(gpus_of):
-    eight = [f"GPU-{index}" for index in range(8)]
-    assert gpus_of(8, 8) == eight
-    reverse = "7,6,5,4,3,2,1,0"
-    assert gpus_of(8, 8, CUDA_VISIBLE_DEVICES=reverse) == eight[::-1]
-    assert gpus_of(2, 8, CUDA_VISIBLE_DEVICES="GPU-6, GPU-3") == ["GPU-6", "GPU-3"]
-
-
-@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles", "8", "-1,0,1"])
-def test_ranks_on_the_cpu_share_no_gpu(gpus_of, hidden):
-    assert gpus_of(2, 8, CUDA_VISIBLE_DEVICES=hidden) == ["", ""]
-
-
-def test_gpus_after_an_invalid_entry_are_not_visible(gpus_of):
-    found = gpus_of(3, 8, CUDA_VISIBLE_DEVICES="2,3,-1,4")
-    assert found == ["GPU-2", "GPU-3", "none"]
-
-
-def test_the_gpus_are_unknown_if_nvidia_smi_hangs_or_fails(gpus_of):
-    assert gpus_of(2, 8, hangs=True) == ["", ""]
-    xid_79 = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
-    assert gpus_of(2, 8, fails=xid_79) == ["", ""]
-
-
-def test_only_known_gpus_are_compared():
-    """The nvidia-smi of two ranks did not answer."""
-    some = [info(gpu="A"), info(gpu="B"), info(), info()]
-    assert guard.find_problem(some, 300) == ""
-    assert "ranks 0-3 share 1 visible GPU:" in guard.find_problem([*some[1:], info(gpu="B")], 300)
-    assert "share 1 visible GPU:" in guard.find_problem([info(gpu="A"), info(gpu="none")], 300)
-
-
-def test_each_rank_has_a_mig_device_of_its_own(gpus_of):
-    """CUDA shows only the first one to a process: the variable is set for each rank."""
-    mig = [gpu(0, mig=["MIG-a", "MIG-b"]), gpu(1, mig=["MIG-c"]), gpu(2)]
-    assert gpus_of(4, mig) == ["MIG-a", "MIG-b", "MIG-c", "GPU-2"]
-    assert gpus_of(2, mig, CUDA_VISIBLE_DEVICES="MIG-c,MIG-a") == ["MIG-c", "MIG-a"]
-    assert gpus_of(3, mig, CUDA_VISIBLE_DEVICES="0") == ["MIG-a", "MIG-b", "none"]
-
-
-AMD = {
-    "amd-smi": "printf 'GPU: 0\\n    BDF: 0000:01:00.0\\n    UUID: a0\\nGPU: 1\\n    UUID: a1\\n'",
-    "rocm-smi": "printf 'GPU[0]\\t: Unique ID: \\t0xa0\\nGPU[1]\\t: Unique ID: \\t0xa1\\n'",
-}
-
-
-@pytest.mark.parametrize("program", AMD)
-def test_the_gpus_of_amd_are_told_apart(tmp_path, gpus_of, program):
-    """The output of both programs is taken from documentation, not from a GPU."""
-    write_program(tmp_path / "bin" / program, AMD[program])
-    no_nvidia = {"fails": "no driver"}
-    both = gpus_of(2, 0, **no_nvidia)
-    assert [uuid[-2:] for uuid in both] == ["a0", "a1"]
-    assert gpus_of(2, 0, HIP_VISIBLE_DEVICES="1,0", **no_nvidia) == both[::-1]
-    assert gpus_of(2, 0, ROCR_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="0", **no_nvidia) == [
-        both[1],
-        both[1],
-    ]
-    assert gpus_of(2, 0, HIP_VISIBLE_DEVICES="", **no_nvidia) == ["", ""]
-
-
-def info(host="node01", gpu="", **same) -> dict:
-    return {"host": host, "gpu": gpu, "same": {"PyTorch": "2.15.0"} | same}
+def info(host="node01", **same) -> dict:
+    return {"host": host, "same": {"PyTorch": "2.15.0"} | same}
 
 
 def test_a_problem_is_a_sentence_with_ranks_and_hosts():
@@ -729,9 +617,6 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
     assert guard.find_problem([*good[:2], old, old], 300) == (
         "PyTorch differs: 2.4.1 for ranks 2-3 on node02, 2.15.0 for rank 0"
     )
-    shared = [info(gpu="A"), info(gpu="B"), info("node02", gpu="A"), info("node02", gpu="A")]
-    text = "Duplicate GPU detected: on node02, ranks 2-3 share 1 visible GPU:"
-    assert guard.find_problem(shared, 300).startswith(text)
 
 
 def test_ranks_in_any_order_are_formatted_as_ranges():
@@ -779,8 +664,7 @@ def test_a_port_that_another_program_uses_is_named(tmp_path):
 
 
 def test_guard_0_sets_the_variables_and_runs_the_script_unchecked(tmp_path):
-    same_gpu = nvidia_smi(tmp_path, 1)
-    result = run(2, write(tmp_path), env=srun(2, GUARD="0", PATH=same_gpu))
+    result = run(2, write(tmp_path), env=srun(2, GUARD="0"))
     assert result.codes == [0, 0], result.err
     assert result.out == ["rank 0 of 2 ends\n", "rank 1 of 2 ends\n"]
 
@@ -1344,7 +1228,7 @@ def test_ranks_with_unsteady_steps_are_not_slow():
 
 def test_a_rank_is_named_when_late_twice_in_a_row_and_again_only_after_it_was_not(capsys):
     store = torch.distributed.HashStore()
-    infos = dict.fromkeys(range(3), {"host": "n1", "gpu": "GPU-7", "clock": "a"})
+    infos = dict.fromkeys(range(3), {"host": "n1", "clock": "a"})
     watch = guard.SlowRankWatch(0, 3, store, infos, [], threading.Event())
     printed = []
     for interval, slow in enumerate([1, 2, 1, 1, 1, None, 1, None, None, 1, 1]):
@@ -1359,7 +1243,7 @@ def test_a_rank_is_named_when_late_twice_in_a_row_and_again_only_after_it_was_no
             store.set(f"arrivals {rank}", json.dumps(notes[rank]))
         watch.compare(notes[0])
         printed.append(capsys.readouterr().err)
-    text = "guard.py: WARNING: rank 1 on n1 (GPU-7) arrives 40 ms after the others (step 100 ms): "
+    text = "guard.py: WARNING: rank 1 on n1 arrives 40 ms after the others (step 100 ms): "
     assert [line.startswith(text) for line in printed] == [n in (3, 10) for n in range(11)]
     assert all(line == "" for n, line in enumerate(printed) if n not in (3, 10))
 
@@ -1446,14 +1330,7 @@ OF_OTHERS = {
 }
 OF_ITS_OWN = {
     "DistBackendError": [
-        ("exception", NCCL_ERROR, "invalid usage", "ncclInvalidUsage", "Duplicate GPU detected"),
-        (
-            "exception",
-            NCCL_ERROR,
-            "unhandled system error",
-            "ncclSystemError",
-            "no socket interface",
-        ),
+        ("exception", NCCL_ERROR, "unhandled system error", "ncclSystemError", "no interface"),
         ("out of memory", NCCL_ERROR, "unhandled cuda error", "", "Cuda failure 2 'out of memory'"),
     ],
     "RuntimeError": [
@@ -1495,6 +1372,28 @@ def test_an_error_of_nccl_is_recorded_with_its_last_line(tmp_path, monkeypatch, 
     assert all(part in written["reason"] for part in parts)
 
 
+DUPLICATE_GPU = """
+class DistBackendError(RuntimeError):
+    pass
+
+raise DistBackendError({text!r})
+"""
+
+
+def test_two_ranks_on_one_gpu_are_a_user_error_with_the_remedy(tmp_path):
+    text = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
+    text = NCCL_ERROR.format("invalid usage", "ncclInvalidUsage", text)
+    (tmp_path / "my_train.py").write_text(DUPLICATE_GPU.format(text=text))
+    failure = tmp_path / "failure"
+    result = run(2, tmp_path / "my_train.py", env={"FAILURE_FILE": failure})
+    assert 2 in result.codes and set(result.codes) <= {2, -signal.SIGTERM}
+    printed = result.err[result.codes.index(2)]
+    assert printed.startswith(f"guard.py: error: ranks 0 and 1 on {HOST} use the same GPU ")
+    assert "NPROC_PER_NODE" in printed and printed.count("\n") == 1
+    written = json.loads(failure.read_text())
+    assert written["cause"] == "configuration" and written["reason"] in printed
+
+
 ECC_ERROR = "CUDA error: uncorrectable ECC error encountered"
 OTHER_ERROR = "CUDA error: device-side assert triggered"
 ECC = {"ecc.errors.uncorrected.volatile.total": "2"}
@@ -1507,8 +1406,8 @@ NO_PERMISSION = {"gpu_recovery_action": "[Insufficient Permissions]"}
 @pytest.mark.parametrize(
     ("error", "facts", "fails", "fault"),
     [
-        (ECC_ERROR, ECC, "", "2 uncorrected memory errors"),
-        (OTHER_ERROR, RESET, "", "recovery action: Reset"),
+        (ECC_ERROR, ECC, "", "GPU 1: 2 uncorrected memory errors"),
+        (OTHER_ERROR, RESET, "", "GPU 1: recovery action: Reset"),
         (OTHER_ERROR, {}, XID_79, XID_79),
         # No evidence: the script's own fault, or something that the driver does not know.
         (OTHER_ERROR, {}, "", ""),
@@ -1520,38 +1419,25 @@ NO_PERMISSION = {"gpu_recovery_action": "[Insufficient Permissions]"}
         ("index 7 is out of bounds", RESET, "", ""),
     ],
 )
-def test_after_a_cuda_error_a_fault_of_the_gpu_is_reported(tmp_path, error, facts, fails, fault):
-    """nvidia-smi is a stand-in; it fails only once the script runs."""
-    path = nvidia_smi(tmp_path, 2)
+def test_after_a_cuda_error_a_fault_of_a_gpu_is_reported(
+    tmp_path, monkeypatch, capsys, error, facts, fails, fault
+):
+    """nvidia-smi is a stand-in."""
     events = tmp_path / "events"
-    state = tmp_path / "bin/nvidia-smi.json"
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import json, os
-if os.environ["RANK"] == "1":
-    state = json.load(open({str(state)!r}))
-    state["gpus"][1].update({facts!r})
-    state["fails"] = {fails!r}
-    json.dump(state, open({str(state)!r}, "w"))
-    raise RuntimeError({error!r})
-""")
-    env = {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EVENTS_FILE": events}
-    run = run_ranks(2, REPO / "scripts/guard.py", script, env=lambda rank: env)
-    assert run.codes[1] == 1
-    assert ("has failed" in run.err[1]) == bool(fault), run.err[1]
+    monkeypatch.setenv("EVENTS_FILE", str(events))
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, [gpu(0), gpu(1, **facts)], fails=fails))
+    guard.report_error(RuntimeError(error), 3, None)
+    assert (fault in capsys.readouterr().err) and events.exists() == bool(fault)
     if fault:
         event = json.loads(events.read_text())  # one line
-        assert event["event"] == "gpu_failed" and event["host"] == guard.HOST
-        assert event["ranks"] == [1] and event["gpu"] == "GPU-1"
-        assert event["text"] == f"GPU-1 of {guard.HOST} has failed (nvidia-smi: {fault})"
-    else:
-        assert not events.exists()
+        assert (event["event"], event["host"], event["ranks"]) == ("gpu_failed", HOST, [3])
+        assert fault in event["text"]
 
 
 def test_a_driver_that_does_not_answer_is_no_evidence(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", nvidia_smi(tmp_path, 1, hangs=True))
     monkeypatch.setattr(guard, "DRIVER_SECONDS", 0.2)
-    assert guard.ask_driver("GPU-0", ECC_ERROR) == ""
+    assert guard.failed_gpu(ECC_ERROR) == ""
 
 
 def test_the_first_failure_is_kept_and_a_rank_that_lost_another_exits_later(tmp_path):
