@@ -444,7 +444,7 @@ def connect(world: dict[str, int], timeout: float):
     timer.start()
     try:
         return open_store(world, timeout)
-    except Exception as error:  # DistError, or RuntimeError in older versions
+    except Exception as error:
         text = str(error).strip().split("\n")[0]
         who = f"rank {world['RANK']} on {HOST}"
         remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
@@ -651,16 +651,19 @@ class HangWatch:
     silent_hosts: list[str] | tuple = ()  # of ranks that did not answer, as far as it is certain
 
     def __init__(self, rank: int, store, infos: dict[int, dict]):
-        from torch import __version__ as version
-
-        configure_torch(version)
+        enable_flight_recorder()
         self.rank = rank
         self.store = store
         self.infos = infos  # see check_ranks()
         self.size = int(os.environ["WORLD_SIZE"])
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
-        if self.fixed_timeout == 0 and rank == 0:
-            print("guard.py: HANG_TIMEOUT is 0: hangs are not detected", flush=True)
+        if self.fixed_timeout == 0:
+            if rank == 0:
+                print("guard.py: HANG_TIMEOUT is 0: hangs are not detected", flush=True)
+        elif not records_gloo() and not has_gpu():
+            self.fixed_timeout = 0
+            if rank == 0:
+                print("guard.py: hangs on CPUs are detected from PyTorch 2.8 on", flush=True)
         self.steps = 0
         self.step_ends = deque(maxlen=2000)  # nanoseconds since 1970
         self.found = threading.Event()  # a hang, on another rank
@@ -886,15 +889,15 @@ def is_sibling(pid: int, started: int) -> bool:
     return parent_and_start(pid) == (os.getppid(), started)
 
 
-def configure_torch(version: str) -> None:
-    """Set what PyTorch reads when it creates the first process group."""
-    # Before PyTorch 2.11, the Flight Recorder is off by default.
-    name = "TORCH_FR_BUFFER_SIZE" if version >= "2.8" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+def enable_flight_recorder() -> None:
+    """Set what PyTorch reads when it creates the first process group; before 2.11, it is off."""
+    name = "TORCH_FR_BUFFER_SIZE" if records_gloo() else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     os.environ.setdefault(name, "2000")
-    # With init_process_group(device_id=...), PyTorch 2.7.0 used NCCL's non-blocking mode, which
-    # hangs at random: pytorch/pytorch#153960. 2.7.1 switched it off.
-    if version.split("+")[0] == "2.7.0":
-        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
+
+
+def records_gloo() -> bool:
+    """Whether PyTorch has a Flight Recorder for gloo: from 2.8 on."""
+    return hasattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json")
 
 
 def timeout_of_process_group() -> float:
@@ -1117,7 +1120,7 @@ def flight_recorder(entries: bool):
     c10d = sys.modules.get("torch._C._distributed_c10d")
     if hasattr(c10d, "_dump_nccl_trace_json"):
         yield "nccl-legacy", json.loads(c10d._dump_nccl_trace_json(entries, False))
-    if hasattr(c10d, "_dump_fr_trace_json"):
+    if records_gloo():
         for name in names_of_recorders():
             try:
                 text = c10d._dump_fr_trace_json(entries, False, name)
@@ -1125,9 +1128,6 @@ def flight_recorder(entries: bool):
                 yield "gloo", json.loads(c10d._dump_fr_trace_json(entries, False))
                 return
             yield name, json.loads(text)
-    elif c10d:
-        with suppress(AttributeError, KeyError, RuntimeError):  # it is importing, or adding a group
-            yield "gloo", trace_of_main_thread()
 
 
 def names_of_recorders() -> list[str]:
@@ -1139,42 +1139,6 @@ def names_of_recorders() -> list[str]:
             for backend in backends.split(","):
                 names.append(backend.split(":")[-1])
     return list(dict.fromkeys(names))
-
-
-def trace_of_main_thread() -> dict:
-    """Like a trace, for PyTorch < 2.8, where gloo has no Flight Recorder.
-
-    It has a counter of the collectives started. The last one is taken for incomplete while the main
-    thread is in a function of torch.distributed, of DDP, or in a backward pass.
-    """
-    frames = sys._current_frames()
-    code = frames[threading.main_thread().ident].f_code
-    in_torch = re.search(r"/torch/(distributed|autograd|nn/parallel)/", code.co_filename)
-    if "/autograd/" in code.co_filename:
-        name = "backward"
-    elif in_torch:
-        name = code.co_name
-    else:
-        name = "complete"
-    entries = []
-    status = {}
-    world = sys.modules["torch.distributed.distributed_c10d"]._world
-    for group, group_name in list(world.pg_names.items()):
-        by_nccl = "nccl" in world.pg_map[group][0] and sys.modules["torch"].cuda.is_initialized()
-        number = group._get_sequence_number_for_group()
-        if by_nccl or not number:
-            continue
-        entry = {
-            "process_group": [group_name, ""],
-            "collective_seq_id": number,
-            "profiling_name": f"gloo:{name}",
-            "input_sizes": "",
-            "state": "scheduled",
-            "retired": not in_torch,
-        }
-        entries.append(entry)
-        status[group_name] = {"last_enqueued_collective": number, "waits": bool(in_torch)}
-    return {"pg_status": status, "entries": entries}
 
 
 # -------------------------------------------------------------------------------- slow ranks
