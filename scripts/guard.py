@@ -74,9 +74,7 @@ RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for 
 DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
 MAX_RANKS = 1_000_000
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
-BATCH = 500  # keys in one request to the store
-FIRST_PAUSE = 0.05  # seconds between two requests of a rank that waits for a key
-STORE_RATE = 1000  # such requests of all ranks per second: with many ranks, the pauses are longer
+PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
@@ -318,9 +316,8 @@ def is_first_attempt() -> bool:
 def check_ranks(world: dict[str, int], arguments: list[str]):
     """Wait for all ranks and compare them; if there is a problem, all exit. Collective: every rank.
 
-    Returns (store, {rank: its rank info}), on rank 0 of all ranks, elsewhere of those in
-    share_infos(): what all ranks read must not grow with their number. It uses a store with a
-    timeout, because a collective would hang if a rank is missing.
+    Returns (store, what the others need of each rank info). It uses a store with a timeout, because
+    a collective would hang if a rank is missing.
     """
     rank = world["RANK"]
     timeout = seconds("RANK_TIMEOUT", 300)
@@ -329,21 +326,18 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     store = connect(world, timeout)
     check_job(store, rank, deadline)
     store.set(f"rank {rank}", json.dumps(info))
-    infos = {}
     if rank == 0:
-        infos = compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
-    problem = wait_for(store, "problem", deadline + 5)
-    if problem is None:
+        compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
+    result = wait_for(store, "result", deadline + 5)
+    if result is None:
         fail(f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log")
+    problem, infos = json.loads(result)
     if problem and rank == 0:
         fail(problem)
     if problem:
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
-    if rank > 0:
-        shared = json.loads(store.get(f"host {HOST}"))
-        infos = {int(other): facts for other, facts in shared.items()}
-    choose_interface(list(infos.values()), info)
+    choose_interface(infos, info)
     return store, infos
 
 
@@ -357,40 +351,19 @@ def check_job(store, rank: int, deadline: float) -> None:
         fail(f"job {job} has reached MASTER_PORT of job {other}: set another MASTER_PORT", "port")
 
 
-def compare_ranks(store, size: int, timeout: float, deadline: float) -> dict[int, dict]:
-    """Rank 0: wait for the rank infos and put the problem found in the store. Returns the infos."""
-    keys = [f"rank {rank}" for rank in range(size)]
-    texts = read_all(store, keys, deadline)
-    infos = [json.loads(texts[key]) if key in texts else None for key in keys]
+def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
+    """Rank 0: wait for the rank infos; put the problem found, and the infos, into the store."""
+    infos = []
+    for rank in range(size):
+        text = wait_for(store, f"rank {rank}", deadline)
+        infos.append(json.loads(text) if text else None)
     problem = find_problem(infos, timeout)
-    if not problem:
-        share_infos(store, infos)
-    store.set("problem", problem)
+    shared = []
     if not problem:
         log_topology(infos)
-    return dict(enumerate(infos))
-
-
-def share_infos(store, infos: list[dict]) -> None:
-    """Write for each host what its ranks need: the infos of its ranks, of rank 0, and of two ranks
-    on different hosts, so that one is on another host. Those have addresses that other hosts can
-    reach, if any rank has.
-    """
-    ranks = sorted(range(len(infos)), key=lambda rank: is_loopback(infos[rank]))
-    first = ranks[0]
-    on_other_hosts = [rank for rank in ranks if infos[rank]["host"] != infos[first]["host"]]
-    for_all = [0, first, *on_other_hosts[:1]]
-    for host, own in ranks_by_host(infos).items():
-        shared = {}
-        for rank in [*for_all, *own]:
-            info = infos[rank]
-            names = ("host", "pid", "started", "address", "clock")
-            shared[rank] = {name: info[name] for name in names}
-        store.set(f"host {host}", json.dumps(shared))
-
-
-def is_loopback(info: dict) -> bool:
-    return bool(LOOPBACK.match(info["address"]))
+        names = ("host", "pid", "address", "clock")
+        shared = [{name: info[name] for name in names} for info in infos]
+    store.set("result", json.dumps([problem, shared]))
 
 
 def seconds(name: str, default: float | None) -> float | None:
@@ -415,11 +388,9 @@ def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
         found = digest(path)
         if found:
             same[f"file {path}"] = found
-    process = parent_and_start(os.getpid())
     return {
         "host": HOST,
         "pid": os.getpid(),
-        "started": process[1] if process else 0,
         "address": address_towards(os.environ["MASTER_ADDR"]),
         "clock": clock_id(),
         "same": same,
@@ -488,49 +459,16 @@ def resolve(address: str, port: int, patience: float) -> None:
 
 
 def wait_for(store, key: str, deadline: float) -> str | None:
-    """The value of a key in the store; None if it is not set before the deadline."""
-    if wait_until_set(store, [key], deadline):
-        return store.get(key).decode()
-    return None
+    """The value of a key in the store; None if it is not set before the deadline.
 
-
-def wait_until_set(store, keys: list[str], deadline: float) -> bool:
-    """Whether all keys are set before the deadline.
-
-    The pauses become longer, because thousands of ranks may wait. store.wait() would need no
-    pauses, but prints warnings when its time is over.
+    store.wait() would need no pauses, but prints warnings when its time is over.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    longest = min(max(FIRST_PAUSE, size / STORE_RATE), 1)
-    pause = FIRST_PAUSE
-    while not store.check(keys):
+    while not store.check([key]):
         rest = deadline - time.monotonic()
         if rest < 0:
-            return False
-        time.sleep(min(pause, rest))
-        pause = min(1.2 * pause, longest)
-    return True
-
-
-def read_all(store, keys: list[str], deadline: float) -> dict[str, str]:
-    """{key: value} of the keys that are set before the deadline."""
-    values = {}
-    for begin in range(0, len(keys), BATCH):
-        batch = keys[begin : begin + BATCH]
-        wait_until_set(store, batch, deadline)
-        values.update(read_set(store, batch))
-    return values
-
-
-def read_set(store, keys: list[str]) -> dict[str, str]:
-    """{key: value} of the keys that are set now. If some are not, each half is read separately."""
-    if len(keys) <= BATCH and store.check(keys):
-        values = [value.decode() for value in store.multi_get(keys)]
-        return dict(zip(keys, values))
-    if len(keys) < 2:
-        return {}
-    middle = len(keys) // 2
-    return {**read_set(store, keys[:middle]), **read_set(store, keys[middle:])}
+            return None
+        time.sleep(min(PAUSE, rest))
+    return store.get(key).decode()
 
 
 def find_problem(infos: list[dict | None], timeout: float) -> str:
@@ -644,13 +582,14 @@ class HangWatch:
 
     Progress is a step of any optimizer in the process, or a collective that starts or ends
     according to PyTorch's Flight Recorder. The waiting rank notifies the others through the store.
-    Each rank writes its position to the store. At fault are the ranks that do not answer, and those
-    that have not enqueued the first incomplete collective; the others may be far ahead of it.
+    Each rank writes its position to the store, where rank 0 collects them. At fault are the ranks
+    that do not answer, and those that have not enqueued the first incomplete collective; the others
+    may be far ahead of it.
     """
 
     silent_hosts: list[str] | tuple = ()  # of ranks that did not answer, as far as it is certain
 
-    def __init__(self, rank: int, store, infos: dict[int, dict]):
+    def __init__(self, rank: int, store, infos: list[dict]):
         enable_flight_recorder()
         self.rank = rank
         self.store = store
@@ -719,7 +658,7 @@ class HangWatch:
                     self.found.set()
 
     def exit_all(self) -> None:
-        """Print the stacks, exchange positions; the lowest rank that answers reports the hang."""
+        """Print the stacks, exchange positions, report the hang and exit."""
         self.is_reporting.set()
         print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
@@ -730,7 +669,7 @@ class HangWatch:
             "groups": positions(),
         }
         no_store = {0: "does not answer"}  # rank 0, or its torchrun, is the store's server
-        without_store = threading.Timer(20, self.report, [{self.rank: own_note}, no_store])
+        without_store = threading.Timer(30, self.report, [{self.rank: own_note}, no_store])
         without_store.start()
         try:
             notes, silent = self.exchange_notes(own_note)
@@ -741,67 +680,39 @@ class HangWatch:
         self.report(notes, silent)
 
     def exchange_notes(self, own_note: dict) -> tuple[dict[int, dict], dict[int, str]]:
-        """(notes of the ranks that answer, why the other ranks have none).
+        """(notes of the ranks that answer, why the others have none).
 
-        The lowest rank that answers reads all notes and reports the hang. The others wait for that;
-        they have no notes, and know only of the ranks of their own host why they have none.
+        Rank 0 collects the notes and reports the hang; elsewhere, there are none. If rank 0 does
+        not answer, rank 1 does so, and so on.
         """
         self.store.set(f"note {self.rank}", json.dumps(own_note))
-        self.lowest_rank()
         self.store.set("hang", "1")
         deadline = time.monotonic() + POLL + 3
-        is_first = self.rank == 0
-        if not is_first and wait_for(self.store, "reported", deadline) is None:
-            is_first = self.lowest_rank() == self.rank
-        if is_first:
-            notes, silent = self.collect_notes(deadline)
-            self.store.set("reported", "")
-            return notes, silent
-        wait_for(self.store, "reported", deadline + 10)
-        return {}, self.silent_siblings()
-
-    def lowest_rank(self) -> int:
-        """The lowest rank that has called this so far."""
-        own = str(self.rank)
-        lowest = self.store.compare_set("lowest", "", own).decode()
-        while int(lowest) > self.rank:
-            lowest = self.store.compare_set("lowest", lowest, own).decode()
-        return int(lowest)
-
-    def collect_notes(self, deadline: float) -> tuple[dict[int, dict], dict[int, str]]:
-        """Read the notes of all ranks, and the rank infos, whose hosts the error names."""
-        ranks = range(self.size)
-        ended = self.ended()
-        keys = [f"note {rank}" for rank in ranks if rank not in ended]
-        texts = read_all(self.store, keys, deadline)
-        self.read_infos(ranks)
-        notes = {}
-        for rank in ranks:
-            text = texts.get(f"note {rank}")
-            if text:
-                notes[rank] = json.loads(text)
-        silent = self.why_silent([rank for rank in ranks if rank not in notes])
-        hosts = {self.infos[rank]["host"] for rank in silent if silent[rank] != ENDED}
-        self.silent_hosts = sorted(hosts)
+        if self.rank > 0:
+            # Rank 0 may have found the hang up to POLL seconds later.
+            result = wait_for(self.store, "silent", deadline + POLL + 3 + self.rank)
+            if result is not None:
+                return {}, {int(rank): state for rank, state in json.loads(result).items()}
+        notes, silent = self.collect_notes(deadline)
+        self.store.set("silent", json.dumps(silent))
         return notes, silent
 
-    def silent_siblings(self) -> dict[int, str]:
-        """Why the ranks of this host that have no note have none."""
-        siblings = [rank for rank, info in self.infos.items() if info["host"] == HOST]
-        if self.store.check([f"note {rank}" for rank in siblings]):
-            return {}
-        silent = [rank for rank in siblings if not self.store.check([f"note {rank}"])]
-        return self.why_silent(silent)
-
-    def why_silent(self, ranks: list[int]) -> dict[int, str]:
-        ended = self.ended() if ranks else set()
-        return {rank: ENDED if rank in ended else "does not answer" for rank in ranks}
-
-    def read_infos(self, ranks) -> None:
-        """Read the rank infos that this rank does not have from the store."""
-        keys = {f"rank {rank}": rank for rank in ranks if rank not in self.infos}
-        for key, text in read_set(self.store, list(keys)).items():
-            self.infos[keys[key]] = json.loads(text)
+    def collect_notes(self, deadline: float) -> tuple[dict[int, dict], dict[int, str]]:
+        ended = self.ended()
+        notes = {}
+        silent = {}
+        for rank in range(self.size):
+            if rank in ended:
+                silent[rank] = ENDED
+                continue
+            text = wait_for(self.store, f"note {rank}", deadline)
+            if text:
+                notes[rank] = json.loads(text)
+            else:
+                silent[rank] = "does not answer"
+        hosts = {self.infos[rank]["host"] for rank in silent if rank not in ended}
+        self.silent_hosts = sorted(hosts)
+        return notes, silent
 
     def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:
         """Print the error, if this rank has notes; kill the silent ranks of this host, and exit."""
@@ -812,7 +723,7 @@ class HangWatch:
         time.sleep(1)  # let that rank print before the launcher kills it
         for rank, state in silent.items():
             info = self.infos[rank]
-            if info["host"] == HOST and state != ENDED and is_sibling(info["pid"], info["started"]):
+            if state != ENDED and info["host"] == HOST and is_sibling(info["pid"]):
                 with suppress(OSError):
                     os.kill(info["pid"], signal.SIGKILL)  # it cannot exit on its own
         os._exit(1)
@@ -823,7 +734,7 @@ class HangWatch:
         at_fault = dict(silent)
         for rank, state in states.items():
             at_fault[rank] = f"is {state}, {notes[rank]['steps']} steps done"
-        hosts = {rank: info["host"] for rank, info in self.infos.items()}
+        hosts = [info["host"] for info in self.infos]
         limits = [note["limit"] for note in notes.values() if note["waits"]]
         limit = f"no progress for {min(limits, default=0):.0f} s (HANG_TIMEOUT)"
         if at_fault:
@@ -855,7 +766,7 @@ class HangWatch:
         deadline = time.monotonic() + 2 + self.size / 200
         while len(self.ended()) < self.size and time.monotonic() < deadline:
             time.sleep(0.05)
-        if len(ranks_by_host(list(self.infos.values()))) > 1:
+        if len(ranks_by_host(self.infos)) > 1:
             time.sleep(0.5)  # so that its torchrun exits last
 
     def ended(self) -> set[int]:
@@ -867,26 +778,17 @@ class HangWatch:
     def ended_ranks(self) -> str:
         with suppress(Exception):  # the store has ended, too
             ranks = sorted(self.ended())
-            self.read_infos(ranks)
             return ", ".join(f"rank {rank} on {self.infos[rank]['host']}" for rank in ranks)
         return ""
 
 
-def parent_and_start(pid: int) -> tuple[int, int] | None:
-    """(its parent's id, its start time in ticks since boot) of a process; None if it is gone."""
-    with suppress(OSError, TypeError, ValueError):
-        text = Path("/proc", str(int(pid)), "stat").read_text()
-        fields = text.rpartition(")")[2].split()  # from the third field on, see proc(5)
-        return int(fields[1]), int(fields[19])
-    return None
-
-
-def is_sibling(pid: int, started: int) -> bool:
-    """Whether this is still the process of another rank, started by the same launcher.
-
-    Both numbers come from the store, which other users may reach, and the system uses ids again.
-    """
-    return parent_and_start(pid) == (os.getppid(), started)
+def is_sibling(pid: int) -> bool:
+    """Whether this is a process of the same launcher: the id comes from the store."""
+    with suppress(OSError):
+        text = Path("/proc", str(pid), "stat").read_text()
+        fields = text.rpartition(")")[2].split()  # from the third one on, see proc(5)
+        return int(fields[1]) == os.getppid()
+    return False
 
 
 def enable_flight_recorder() -> None:
@@ -922,10 +824,7 @@ def timeout_of_process_group() -> float:
 
 
 def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks.
-
-    Of thousands of ranks, with as many process groups: it reads each position a few times only.
-    """
+    """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks."""
     groups = members_of_groups(notes)
     incomplete = incomplete_collectives(groups)
     late = {group: late_ranks(groups[group], number) for group, number in incomplete.items()}
@@ -1154,7 +1053,7 @@ class SlowRankWatch:
     intervals in a row, by at least SLOW_SHARE of a step and by more than the error of the clocks.
     """
 
-    def __init__(self, rank: int, size: int, store, infos: dict[int, dict], step_ends,
+    def __init__(self, rank: int, size: int, store, infos: list[dict], step_ends,
                  over: threading.Event):  # fmt: skip
         self.rank = rank
         self.size = size
@@ -1164,9 +1063,9 @@ class SlowRankWatch:
         self.over = over
         # For each rank, the first rank with the same clock. It compares this clock with rank 0's.
         first_ranks: dict[str, int] = {}
-        for other in sorted(infos):
-            first_ranks.setdefault(infos[other]["clock"], other)
-        self.clock_ranks = {other: first_ranks[info["clock"]] for other, info in infos.items()}
+        for other, info in enumerate(infos):
+            first_ranks.setdefault(info["clock"], other)
+        self.clock_ranks = [first_ranks[info["clock"]] for info in infos]
         # of rank 0
         self.compared = 0  # number of the first collective of the last step that was compared
         self.steps: list[list[list[float]]] = []  # to be compared: see find_slow_ranks()
@@ -1194,7 +1093,7 @@ class SlowRankWatch:
 
     def answer_pings(self, deadline: float) -> None:
         """Rank 0: write the times at which the pings of each clock's first rank arrive."""
-        for rank in sorted(set(self.clock_ranks.values()) - {0}):
+        for rank in sorted(set(self.clock_ranks) - {0}):
             for _ in range(PINGS):
                 ping = self.take(f"ping {rank}", deadline)
                 received = time.time()
@@ -1245,8 +1144,7 @@ class SlowRankWatch:
                 return
             notes.append(json.loads(self.store.get(f"arrivals {rank}")))
         own_note["clock"] = [0.0, 0.0]
-        first_ranks = [self.clock_ranks[rank] for rank in range(self.size)]
-        clocks = [notes[rank].get("clock") for rank in first_ranks]
+        clocks = [notes[rank].get("clock") for rank in self.clock_ranks]
         if None in clocks:
             return
         self.add_steps(notes, [ahead for ahead, _ in clocks])
