@@ -26,8 +26,7 @@ class SyncedStatistics(Task):
     across_ranks = True
 
     def model(self, cfg):
-        accelerator = getattr(torch, "accelerator", torch.cuda)  # PyTorch < 2.6: only CUDA
-        if dist.is_initialized() and not accelerator.is_available():
+        if dist.is_initialized() and not torch.accelerator.is_available():
             raise UserError("SyncBatchNorm needs a GPU for each rank: start a single process")
         return nn.SyncBatchNorm.convert_sync_batchnorm(super().model(cfg))
 

@@ -349,7 +349,7 @@ class Rank:
             alike.append(info | {"same": info["alike"]})
         different = list(guard.find_differences(infos))
         for text in different:
-            remedy = "all nodes need the same software, and each rank a GPU of its own"
+            remedy = "all nodes need the same software"
             self.add("FAIL", "same everywhere", text, remedy)
         for text in guard.find_differences(alike):
             remedy = "all ranks wait for the slowest: ask for the same on each node"

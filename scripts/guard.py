@@ -8,12 +8,10 @@
 The launchers put guard.py in front of the script, which needs no changes. guard.py
 - sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in an srun step,
   so that a script written for torchrun also runs there;
-- checks before the script starts that all ranks are present, belong to the same job, run the same
-  script and PyTorch version, and have a GPU each;
-- checks in the first attempt, and when a node is new, that the GPUs of a model compute the same
-  bits in about the same time (see check_gpu.py);
-- binds each rank to its share of the cores, or to those of the NUMA node of its GPU;
-- on a machine without GPUs, makes malloc keep freed memory, which speeds up training on CPUs;
+- checks before the script starts that all ranks are present, belong to the same job, and run the
+  same script and PyTorch version;
+- on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
+  memory, which speeds up training on CPUs;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without an optimizer step,
   all ranks print their stacks and exit, and the error names the ranks at fault;
 - names a slow rank: one that is late in each step, so that the others wait for it;
@@ -26,8 +24,6 @@ Environment:
                   1,620 s with gloo, or of init_process_group(timeout=...)  []
     SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
                   collectives; 0: slow ranks are not named                  [60]
-    GPU_CHECK     the size of the matrices with which the GPUs are compared; 0: no check  [4096]
-    NUMA_BINDING  0: do not bind a rank to the cores near its GPU            [1]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, and
@@ -64,7 +60,6 @@ from pathlib import Path
 HOST = socket.gethostname()
 ENDED = "has ended"
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
-PCI = Path("/sys/bus/pci/devices")
 POLL = 5  # seconds between checks for a hang that another rank has found
 NCCL_TIMEOUT = 600  # seconds that PyTorch gives a collective of NCCL; gloo: 1,800
 LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
@@ -72,18 +67,14 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
     "was aborted",
     re.I,
 )
+DUPLICATE_GPU = re.compile(r"Duplicate GPU detected : rank (\d+) and rank (\d+)")  # by NCCL
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for a defective GPU
 DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
 MAX_RANKS = 1_000_000
-GPU_SECONDS = 60  # to wait for scripts/check_gpu.py
-NVIDIA_SMI = "nvidia-smi -L"
-SMI_SECONDS = 30  # it may take long while a GPU is reset
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
-BATCH = 500  # keys in one request to the store
-FIRST_PAUSE = 0.05  # seconds between two requests of a rank that waits for a key
-STORE_RATE = 1000  # such requests of all ranks per second: with many ranks, the pauses are longer
+PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
@@ -278,9 +269,7 @@ def configure_process(world: dict[str, int]) -> None:
     if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
         return
     local_rank = world["LOCAL_RANK"]
-    select_mig_device(local_rank)
     allowed = sorted(os.sched_getaffinity(0))
-    near_gpu = cores_near_gpu(local_rank).intersection(allowed)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -293,8 +282,6 @@ def configure_process(world: dict[str, int]) -> None:
         share = allowed[begin:end]
     if share and not has_gpu():
         os.sched_setaffinity(0, share)  # shared cores slow down CPU ranks
-    elif near_gpu and len(near_gpu) >= len(share):  # not if they are fewer than its share
-        os.sched_setaffinity(0, near_gpu)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(share))))
 
 
@@ -311,39 +298,6 @@ def keep_freed_memory() -> None:
     libc.mallopt(M_MMAP_MAX, 0)
 
 
-def select_mig_device(local_rank: int) -> None:
-    """Show each rank one MIG device only: CUDA would always use the first one."""
-    names = visible_devices() or os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if local_rank < len(names) and names[local_rank].startswith("MIG-"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]
-
-
-def cores_near_gpu(local_rank: int) -> set[int]:
-    """The cores of the NUMA node of this rank's GPU; empty if unknown."""
-    if os.environ.get("NUMA_BINDING") == "0" or not has_gpu():
-        return set()
-    own = [gpu for gpu, devices in visible_gpus() if gpu_of(local_rank) in devices]
-    if not own:
-        return set()
-    bus = query_gpu(own[0], "pci.bus_id", SMI_SECONDS)
-    device = bus.lower()[-12:]  # sysfs has a domain of four digits, not eight
-    with suppress(OSError, ValueError):
-        ranges = (PCI / device / "local_cpulist").read_text().strip()
-        return parse_ranges(ranges)
-    return set()
-
-
-def parse_ranges(text: str) -> set[int]:
-    """All numbers of a text such as 0-15,64-79; ValueError if it has another form."""
-    numbers: set[int] = set()
-    for part in text.split(","):
-        ends = part.split("-")  # a single number is both ends
-        first = int(ends[0])
-        last = int(ends[-1])
-        numbers.update(range(first, last + 1))
-    return numbers
-
-
 def has_gpu() -> bool:
     for pattern in ("nvidia[0-9]*", "kfd", "dxg"):
         if any(Path("/dev").glob(pattern)):
@@ -351,140 +305,9 @@ def has_gpu() -> bool:
     return False
 
 
-def gpu_of(local_rank: int) -> str:
-    """The UUID of the GPU that this rank will use; "" if there is none or it is unknown."""
-    devices = visible_devices()
-    if not devices:
-        return ""
-    if len(devices) == 1:  # srun --gpus-per-task=1, for example
-        return devices[0]
-    return devices[local_rank] if local_rank < len(devices) else "none"
-
-
-def visible_devices() -> list[str]:
-    """The UUIDs of this process's GPUs and MIG devices, in device order; [] if unknown."""
-    return [device for _, devices in visible_gpus() for device in devices]
-
-
-def visible_gpus() -> list[tuple[str, list[str]]]:
-    """Those of list_gpus() that the environment shows to this process, in device order."""
-    command, all_gpus = list_gpus()
-    variables = ["CUDA_VISIBLE_DEVICES"]
-    if command != NVIDIA_SMI:
-        by_hip = "HIP_VISIBLE_DEVICES" in os.environ  # which reads CUDA's variable otherwise
-        variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES" if by_hip else variables[0]]
-    gpus = list(all_gpus.items())
-    for variable in variables:
-        names = os.environ.get(variable)
-        if names is None:
-            continue
-        selected = []
-        for name in names.split(","):
-            found = gpu_named(name.strip(), gpus)
-            if not found:  # CUDA ignores it and all that follow: "", -1 and NoDevFiles hide all
-                break
-            selected.append(found)
-        gpus = selected
-    return gpus
-
-
-def gpu_named(name: str, gpus: list[tuple[str, list[str]]]) -> tuple[str, list[str]] | None:
-    """The GPU with this index or UUID, or the MIG device with this UUID; its start will do."""
-    if name.isdigit():
-        return gpus[int(name)] if int(name) < len(gpus) else None
-    for gpu, devices in gpus if name else []:
-        if gpu.startswith(name):
-            return gpu, devices
-        for device in devices:
-            if device.startswith(name):
-                return gpu, [device]
-    return None
-
-
-@functools.lru_cache(maxsize=None)  # noqa: UP033 (Python 3.8)
-def list_gpus() -> tuple[str, dict[str, list[str]]]:
-    """(command, {UUID of each GPU of this host: the UUIDs of its MIG devices, else its own}).
-
-    It runs a command: calling CUDA would initialize it, and a script cannot fork after that.
-    """
-    for command in (NVIDIA_SMI, "amd-smi list", "rocm-smi --showuniqueid"):
-        try:
-            output = subprocess.check_output(
-                command.split(), text=True, timeout=SMI_SECONDS, stderr=subprocess.DEVNULL
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        mig_devices: dict[str, list[str]] = {}
-        gpu = ""
-        for uuid in re.findall(r"(?:UUID|Unique ID):\s*([^\s)]+)", output):
-            if uuid.startswith("MIG-"):
-                mig_devices.setdefault(gpu, []).append(uuid)
-            else:
-                gpu = uuid
-                mig_devices[gpu] = []
-        return command, {gpu: devices or [gpu] for gpu, devices in mig_devices.items()}
-    return "", {}
-
-
-def query_gpu(gpu: str, field: str, limit: float) -> str:
-    """The value of a field of nvidia-smi, or its error message; "" without an answer.
-
-    gpu: its UUID; limit: in seconds.
-    """
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    try:
-        query = subprocess.Popen(command, text=True, **pipes)
-    except OSError:
-        return ""
-    try:
-        output, _ = query.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        query.kill()  # without waiting for its end: a broken driver may prevent it
-        return ""
-    return " ".join(output.split())
-
-
 def is_first_attempt() -> bool:
     """Whether scripts/supervise.py has not started this training before."""
     return os.environ.get("ATTEMPT") in (None, "", "1")
-
-
-def start_gpu_check(world: dict[str, int]) -> subprocess.Popen | None:
-    """Start scripts/check_gpu.py for the GPU of this rank, if there is one to check."""
-    size = whole_number("GPU_CHECK", os.environ.get("GPU_CHECK") or "4096", 0, 65536)
-    is_due = is_first_attempt() or os.environ.get("NEW_NODES")
-    program = Path(__file__).with_name("check_gpu.py")
-    if size == 0 or not is_due or not program.exists():
-        return None
-    gpu = gpu_of(world["LOCAL_RANK"])
-    if gpu == "none" or not (gpu or has_gpu()):
-        return None
-    command = [sys.executable, program, str(world["LOCAL_RANK"]), str(size)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def result_of(gpu_check: subprocess.Popen, world: dict[str, int], patience: float) -> dict:
-    """What check_gpu.py has printed, or why there is no result, with the GPU's index on this host.
-
-    Empty if PyTorch has found no GPU.
-    """
-    gpus = list(list_gpus()[1].values())
-    own = gpu_of(world["LOCAL_RANK"])
-    indices = [index for index, devices in enumerate(gpus) if own in devices]
-    place = {"index": indices[0] if indices else world["LOCAL_RANK"]}
-    try:
-        output, errors = gpu_check.communicate(timeout=patience)
-    except subprocess.TimeoutExpired:
-        gpu_check.kill()  # without waiting for its end: a broken driver may prevent it
-        return {"not_checked": f"no result within {patience:.0f} s", **place}
-    if gpu_check.returncode != 0:
-        lines = errors.strip().split("\n")
-        return {"not_checked": lines[-1][:200] or f"exit code {gpu_check.returncode}", **place}
-    for line in output.splitlines():
-        if line.startswith('{"model"'):  # other lines are of a library
-            return {**json.loads(line), **place}
-    return {}
 
 
 # --------------------------------------------------------------------------------- rank check
@@ -493,35 +316,28 @@ def result_of(gpu_check: subprocess.Popen, world: dict[str, int], patience: floa
 def check_ranks(world: dict[str, int], arguments: list[str]):
     """Wait for all ranks and compare them; if there is a problem, all exit. Collective: every rank.
 
-    Returns (store, {rank: its rank info}), on rank 0 of all ranks, elsewhere of those in
-    share_infos(): what all ranks read must not grow with their number. It uses a store with a
-    timeout, because a collective would hang if a rank is missing.
+    Returns (store, what the others need of each rank info). It uses a store with a timeout, because
+    a collective would hang if a rank is missing.
     """
     rank = world["RANK"]
     timeout = seconds("RANK_TIMEOUT", 300)
     deadline = time.monotonic() + timeout
-    gpu_check = start_gpu_check(world)
-    info = rank_info(world, arguments)  # imports PyTorch meanwhile
-    if gpu_check:
-        info["gpu_check"] = result_of(gpu_check, world, min(GPU_SECONDS, timeout / 2))
+    info = rank_info(world, arguments)
     store = connect(world, timeout)
     check_job(store, rank, deadline)
     store.set(f"rank {rank}", json.dumps(info))
-    infos = {}
     if rank == 0:
-        infos = compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
-    problem = wait_for(store, "problem", deadline + 5)
-    if problem is None:
+        compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
+    result = wait_for(store, "result", deadline + 5)
+    if result is None:
         fail(f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log")
+    problem, infos = json.loads(result)
     if problem and rank == 0:
         fail(problem)
     if problem:
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
-    if rank > 0:
-        shared = json.loads(store.get(f"host {HOST}"))
-        infos = {int(other): facts for other, facts in shared.items()}
-    choose_interface(list(infos.values()), info)
+    choose_interface(infos, info)
     return store, infos
 
 
@@ -535,40 +351,19 @@ def check_job(store, rank: int, deadline: float) -> None:
         fail(f"job {job} has reached MASTER_PORT of job {other}: set another MASTER_PORT", "port")
 
 
-def compare_ranks(store, size: int, timeout: float, deadline: float) -> dict[int, dict]:
-    """Rank 0: wait for the rank infos and put the problem found in the store. Returns the infos."""
-    keys = [f"rank {rank}" for rank in range(size)]
-    texts = read_all(store, keys, deadline)
-    infos = [json.loads(texts[key]) if key in texts else None for key in keys]
-    problem = find_problem(infos, timeout) or compare_gpus(infos)
-    if not problem:
-        share_infos(store, infos)
-    store.set("problem", problem)
+def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
+    """Rank 0: wait for the rank infos; put the problem found, and the infos, into the store."""
+    infos = []
+    for rank in range(size):
+        text = wait_for(store, f"rank {rank}", deadline)
+        infos.append(json.loads(text) if text else None)
+    problem = find_problem(infos, timeout)
+    shared = []
     if not problem:
         log_topology(infos)
-    return dict(enumerate(infos))
-
-
-def share_infos(store, infos: list[dict]) -> None:
-    """Write for each host what its ranks need: the infos of its ranks, of rank 0, and of two ranks
-    on different hosts, so that one is on another host. Those have addresses that other hosts can
-    reach, if any rank has.
-    """
-    ranks = sorted(range(len(infos)), key=lambda rank: is_loopback(infos[rank]))
-    first = ranks[0]
-    on_other_hosts = [rank for rank in ranks if infos[rank]["host"] != infos[first]["host"]]
-    for_all = [0, first, *on_other_hosts[:1]]
-    for host, own in ranks_by_host(infos).items():
-        shared = {}
-        for rank in [*for_all, *own]:
-            info = infos[rank]
-            names = ("host", "pid", "started", "address", "clock", "gpu")
-            shared[rank] = {name: info[name] for name in names}
-        store.set(f"host {host}", json.dumps(shared))
-
-
-def is_loopback(info: dict) -> bool:
-    return bool(LOOPBACK.match(info["address"]))
+        names = ("host", "pid", "address", "clock")
+        shared = [{name: info[name] for name in names} for info in infos]
+    store.set("result", json.dumps([problem, shared]))
 
 
 def seconds(name: str, default: float | None) -> float | None:
@@ -593,14 +388,11 @@ def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
         found = digest(path)
         if found:
             same[f"file {path}"] = found
-    process = parent_and_start(os.getpid())
     return {
         "host": HOST,
         "pid": os.getpid(),
-        "started": process[1] if process else 0,
         "address": address_towards(os.environ["MASTER_ADDR"]),
         "clock": clock_id(),
-        "gpu": gpu_of(world["LOCAL_RANK"]),
         "same": same,
     }
 
@@ -624,7 +416,7 @@ def connect(world: dict[str, int], timeout: float):
     timer.start()
     try:
         return open_store(world, timeout)
-    except Exception as error:  # DistError, or RuntimeError in older versions
+    except Exception as error:
         text = str(error).strip().split("\n")[0]
         who = f"rank {world['RANK']} on {HOST}"
         remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
@@ -668,49 +460,16 @@ def resolve(address: str, port: int, patience: float) -> None:
 
 
 def wait_for(store, key: str, deadline: float) -> str | None:
-    """The value of a key in the store; None if it is not set before the deadline."""
-    if wait_until_set(store, [key], deadline):
-        return store.get(key).decode()
-    return None
+    """The value of a key in the store; None if it is not set before the deadline.
 
-
-def wait_until_set(store, keys: list[str], deadline: float) -> bool:
-    """Whether all keys are set before the deadline.
-
-    The pauses become longer, because thousands of ranks may wait. store.wait() would need no
-    pauses, but prints warnings when its time is over.
+    store.wait() would need no pauses, but prints warnings when its time is over.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    longest = min(max(FIRST_PAUSE, size / STORE_RATE), 1)
-    pause = FIRST_PAUSE
-    while not store.check(keys):
+    while not store.check([key]):
         rest = deadline - time.monotonic()
         if rest < 0:
-            return False
-        time.sleep(min(pause, rest))
-        pause = min(1.2 * pause, longest)
-    return True
-
-
-def read_all(store, keys: list[str], deadline: float) -> dict[str, str]:
-    """{key: value} of the keys that are set before the deadline."""
-    values = {}
-    for begin in range(0, len(keys), BATCH):
-        batch = keys[begin : begin + BATCH]
-        wait_until_set(store, batch, deadline)
-        values.update(read_set(store, batch))
-    return values
-
-
-def read_set(store, keys: list[str]) -> dict[str, str]:
-    """{key: value} of the keys that are set now. If some are not, each half is read separately."""
-    if len(keys) <= BATCH and store.check(keys):
-        values = [value.decode() for value in store.multi_get(keys)]
-        return dict(zip(keys, values))
-    if len(keys) < 2:
-        return {}
-    middle = len(keys) // 2
-    return {**read_set(store, keys[:middle]), **read_set(store, keys[middle:])}
+            return None
+        time.sleep(min(PAUSE, rest))
+    return store.get(key).decode()
 
 
 def find_problem(infos: list[dict | None], timeout: float) -> str:
@@ -727,7 +486,7 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
 
 
 def find_differences(infos: list[dict | None]):
-    """Yield a sentence for each difference in software and each shared GPU."""
+    """Yield a sentence for each difference in software."""
     facts = {fact for info in infos if info for fact in info["same"]}
     for fact in sorted(facts):
         values = [info["same"].get(fact, "missing") if info else None for info in infos]
@@ -739,16 +498,6 @@ def find_differences(infos: list[dict | None]):
             hosts = dict.fromkeys(infos[rank]["host"] for rank in ranks)
             who = f"rank{plural} {format_ranges(ranks)} on {', '.join(hosts)}"
             yield f"{fact} differs: {value} for {who}, {values[0]} for rank 0"
-    for host, ranks in ranks_by_host(infos).items():
-        known = [infos[rank]["gpu"] for rank in ranks if infos[rank]["gpu"]]
-        gpus = set(known) - {"none"}
-        if len(gpus) < len(known):
-            plural = "" if len(gpus) == 1 else "s"
-            yield (
-                f"Duplicate GPU detected: on {host}, ranks {format_ranges(ranks)} share "
-                f"{len(gpus)} visible GPU{plural}: start as many processes as there are GPUs "
-                "(or set GUARD=0 if this is intended)"
-            )
 
 
 def ranks_by_host(infos: list[dict | None]) -> dict[str, list[int]]:
@@ -768,25 +517,6 @@ def format_ranges(numbers: list[int]) -> str:
     for first, last in zip(firsts, lasts):
         ranges.append(f"{first}-{last}" if first < last else str(first))
     return ",".join(ranges)
-
-
-def compare_gpus(infos: list[dict]) -> str:
-    """Print warnings about GPUs; the text about those that have failed, "" if there are none."""
-    if not any(info.get("gpu_check") for info in infos):
-        return ""
-    import check_gpu
-
-    failures = []
-    for problem in check_gpu.compare(infos):
-        if not problem.is_failure:
-            print(f"guard.py: WARNING: {problem.text}", file=sys.stderr, flush=True)
-            continue
-        failures.append(problem.text)
-        for host, ranks in check_gpu.by_host(infos, problem.ranks).items():
-            gpus = " ".join(infos[rank]["gpu"] for rank in ranks)
-            write_event("gpu_check_failed", problem.text, ranks=ranks, host=host, gpu=gpus)
-            write_failure("configuration", problem.text, ranks[0], host)
-    return "; ".join(failures)
 
 
 def log_topology(infos: list[dict]) -> None:
@@ -853,23 +583,27 @@ class HangWatch:
 
     Progress is a step of any optimizer in the process, or a collective that starts or ends
     according to PyTorch's Flight Recorder. The waiting rank notifies the others through the store.
-    Each rank writes its position to the store. At fault are the ranks that do not answer, and those
-    that have not enqueued the first incomplete collective; the others may be far ahead of it.
+    Each rank writes its position to the store, where rank 0 collects them. At fault are the ranks
+    that do not answer, and those that have not enqueued the first incomplete collective; the others
+    may be far ahead of it.
     """
 
     silent_hosts: list[str] | tuple = ()  # of ranks that did not answer, as far as it is certain
 
-    def __init__(self, rank: int, store, infos: dict[int, dict]):
-        from torch import __version__ as version
-
-        configure_torch(version)
+    def __init__(self, rank: int, store, infos: list[dict]):
+        enable_flight_recorder()
         self.rank = rank
         self.store = store
         self.infos = infos  # see check_ranks()
         self.size = int(os.environ["WORLD_SIZE"])
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
-        if self.fixed_timeout == 0 and rank == 0:
-            print("guard.py: HANG_TIMEOUT is 0: hangs are not detected", flush=True)
+        if self.fixed_timeout == 0:
+            if rank == 0:
+                print("guard.py: HANG_TIMEOUT is 0: hangs are not detected", flush=True)
+        elif not records_gloo() and not has_gpu():
+            self.fixed_timeout = 0
+            if rank == 0:
+                print("guard.py: hangs on CPUs are detected from PyTorch 2.8 on", flush=True)
         self.steps = 0
         self.step_ends = deque(maxlen=2000)  # nanoseconds since 1970
         self.found = threading.Event()  # a hang, on another rank
@@ -925,7 +659,7 @@ class HangWatch:
                     self.found.set()
 
     def exit_all(self) -> None:
-        """Print the stacks, exchange positions; the lowest rank that answers reports the hang."""
+        """Print the stacks, exchange positions, report the hang and exit."""
         self.is_reporting.set()
         print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
@@ -936,7 +670,7 @@ class HangWatch:
             "groups": positions(),
         }
         no_store = {0: "does not answer"}  # rank 0, or its torchrun, is the store's server
-        without_store = threading.Timer(20, self.report, [{self.rank: own_note}, no_store])
+        without_store = threading.Timer(30, self.report, [{self.rank: own_note}, no_store])
         without_store.start()
         try:
             notes, silent = self.exchange_notes(own_note)
@@ -947,67 +681,39 @@ class HangWatch:
         self.report(notes, silent)
 
     def exchange_notes(self, own_note: dict) -> tuple[dict[int, dict], dict[int, str]]:
-        """(notes of the ranks that answer, why the other ranks have none).
+        """(notes of the ranks that answer, why the others have none).
 
-        The lowest rank that answers reads all notes and reports the hang. The others wait for that;
-        they have no notes, and know only of the ranks of their own host why they have none.
+        Rank 0 collects the notes and reports the hang; elsewhere, there are none. If rank 0 does
+        not answer, rank 1 does so, and so on.
         """
         self.store.set(f"note {self.rank}", json.dumps(own_note))
-        self.lowest_rank()
         self.store.set("hang", "1")
         deadline = time.monotonic() + POLL + 3
-        is_first = self.rank == 0
-        if not is_first and wait_for(self.store, "reported", deadline) is None:
-            is_first = self.lowest_rank() == self.rank
-        if is_first:
-            notes, silent = self.collect_notes(deadline)
-            self.store.set("reported", "")
-            return notes, silent
-        wait_for(self.store, "reported", deadline + 10)
-        return {}, self.silent_siblings()
-
-    def lowest_rank(self) -> int:
-        """The lowest rank that has called this so far."""
-        own = str(self.rank)
-        lowest = self.store.compare_set("lowest", "", own).decode()
-        while int(lowest) > self.rank:
-            lowest = self.store.compare_set("lowest", lowest, own).decode()
-        return int(lowest)
-
-    def collect_notes(self, deadline: float) -> tuple[dict[int, dict], dict[int, str]]:
-        """Read the notes of all ranks, and the rank infos, whose hosts the error names."""
-        ranks = range(self.size)
-        ended = self.ended()
-        keys = [f"note {rank}" for rank in ranks if rank not in ended]
-        texts = read_all(self.store, keys, deadline)
-        self.read_infos(ranks)
-        notes = {}
-        for rank in ranks:
-            text = texts.get(f"note {rank}")
-            if text:
-                notes[rank] = json.loads(text)
-        silent = self.why_silent([rank for rank in ranks if rank not in notes])
-        hosts = {self.infos[rank]["host"] for rank in silent if silent[rank] != ENDED}
-        self.silent_hosts = sorted(hosts)
+        if self.rank > 0:
+            # Rank 0 may have found the hang up to POLL seconds later.
+            result = wait_for(self.store, "silent", deadline + POLL + 3 + self.rank)
+            if result is not None:
+                return {}, {int(rank): state for rank, state in json.loads(result).items()}
+        notes, silent = self.collect_notes(deadline)
+        self.store.set("silent", json.dumps(silent))
         return notes, silent
 
-    def silent_siblings(self) -> dict[int, str]:
-        """Why the ranks of this host that have no note have none."""
-        siblings = [rank for rank, info in self.infos.items() if info["host"] == HOST]
-        if self.store.check([f"note {rank}" for rank in siblings]):
-            return {}
-        silent = [rank for rank in siblings if not self.store.check([f"note {rank}"])]
-        return self.why_silent(silent)
-
-    def why_silent(self, ranks: list[int]) -> dict[int, str]:
-        ended = self.ended() if ranks else set()
-        return {rank: ENDED if rank in ended else "does not answer" for rank in ranks}
-
-    def read_infos(self, ranks) -> None:
-        """Read the rank infos that this rank does not have from the store."""
-        keys = {f"rank {rank}": rank for rank in ranks if rank not in self.infos}
-        for key, text in read_set(self.store, list(keys)).items():
-            self.infos[keys[key]] = json.loads(text)
+    def collect_notes(self, deadline: float) -> tuple[dict[int, dict], dict[int, str]]:
+        ended = self.ended()
+        notes = {}
+        silent = {}
+        for rank in range(self.size):
+            if rank in ended:
+                silent[rank] = ENDED
+                continue
+            text = wait_for(self.store, f"note {rank}", deadline)
+            if text:
+                notes[rank] = json.loads(text)
+            else:
+                silent[rank] = "does not answer"
+        hosts = {self.infos[rank]["host"] for rank in silent if rank not in ended}
+        self.silent_hosts = sorted(hosts)
+        return notes, silent
 
     def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:
         """Print the error, if this rank has notes; kill the silent ranks of this host, and exit."""
@@ -1018,7 +724,7 @@ class HangWatch:
         time.sleep(1)  # let that rank print before the launcher kills it
         for rank, state in silent.items():
             info = self.infos[rank]
-            if info["host"] == HOST and state != ENDED and is_sibling(info["pid"], info["started"]):
+            if state != ENDED and info["host"] == HOST and is_sibling(info["pid"]):
                 with suppress(OSError):
                     os.kill(info["pid"], signal.SIGKILL)  # it cannot exit on its own
         os._exit(1)
@@ -1029,7 +735,7 @@ class HangWatch:
         at_fault = dict(silent)
         for rank, state in states.items():
             at_fault[rank] = f"is {state}, {notes[rank]['steps']} steps done"
-        hosts = {rank: info["host"] for rank, info in self.infos.items()}
+        hosts = [info["host"] for info in self.infos]
         limits = [note["limit"] for note in notes.values() if note["waits"]]
         limit = f"no progress for {min(limits, default=0):.0f} s (HANG_TIMEOUT)"
         if at_fault:
@@ -1061,7 +767,7 @@ class HangWatch:
         deadline = time.monotonic() + 2 + self.size / 200
         while len(self.ended()) < self.size and time.monotonic() < deadline:
             time.sleep(0.05)
-        if len(ranks_by_host(list(self.infos.values()))) > 1:
+        if len(ranks_by_host(self.infos)) > 1:
             time.sleep(0.5)  # so that its torchrun exits last
 
     def ended(self) -> set[int]:
@@ -1073,37 +779,28 @@ class HangWatch:
     def ended_ranks(self) -> str:
         with suppress(Exception):  # the store has ended, too
             ranks = sorted(self.ended())
-            self.read_infos(ranks)
             return ", ".join(f"rank {rank} on {self.infos[rank]['host']}" for rank in ranks)
         return ""
 
 
-def parent_and_start(pid: int) -> tuple[int, int] | None:
-    """(its parent's id, its start time in ticks since boot) of a process; None if it is gone."""
-    with suppress(OSError, TypeError, ValueError):
-        text = Path("/proc", str(int(pid)), "stat").read_text()
-        fields = text.rpartition(")")[2].split()  # from the third field on, see proc(5)
-        return int(fields[1]), int(fields[19])
-    return None
+def is_sibling(pid: int) -> bool:
+    """Whether this is a process of the same launcher: the id comes from the store."""
+    with suppress(OSError):
+        text = Path("/proc", str(pid), "stat").read_text()
+        fields = text.rpartition(")")[2].split()  # from the third one on, see proc(5)
+        return int(fields[1]) == os.getppid()
+    return False
 
 
-def is_sibling(pid: int, started: int) -> bool:
-    """Whether this is still the process of another rank, started by the same launcher.
-
-    Both numbers come from the store, which other users may reach, and the system uses ids again.
-    """
-    return parent_and_start(pid) == (os.getppid(), started)
-
-
-def configure_torch(version: str) -> None:
-    """Set what PyTorch reads when it creates the first process group."""
-    # Before PyTorch 2.11, the Flight Recorder is off by default.
-    name = "TORCH_FR_BUFFER_SIZE" if version >= "2.8" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+def enable_flight_recorder() -> None:
+    """Set what PyTorch reads when it creates the first process group; before 2.11, it is off."""
+    name = "TORCH_FR_BUFFER_SIZE" if records_gloo() else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     os.environ.setdefault(name, "2000")
-    # With init_process_group(device_id=...), PyTorch 2.7.0 used NCCL's non-blocking mode, which
-    # hangs at random: pytorch/pytorch#153960. 2.7.1 switched it off.
-    if version.split("+")[0] == "2.7.0":
-        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")
+
+
+def records_gloo() -> bool:
+    """Whether PyTorch has a Flight Recorder for gloo: from 2.8 on."""
+    return hasattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json")
 
 
 def timeout_of_process_group() -> float:
@@ -1128,10 +825,7 @@ def timeout_of_process_group() -> float:
 
 
 def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks.
-
-    Of thousands of ranks, with as many process groups: it reads each position a few times only.
-    """
+    """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks."""
     groups = members_of_groups(notes)
     incomplete = incomplete_collectives(groups)
     late = {group: late_ranks(groups[group], number) for group, number in incomplete.items()}
@@ -1326,7 +1020,7 @@ def flight_recorder(entries: bool):
     c10d = sys.modules.get("torch._C._distributed_c10d")
     if hasattr(c10d, "_dump_nccl_trace_json"):
         yield "nccl-legacy", json.loads(c10d._dump_nccl_trace_json(entries, False))
-    if hasattr(c10d, "_dump_fr_trace_json"):
+    if records_gloo():
         for name in names_of_recorders():
             try:
                 text = c10d._dump_fr_trace_json(entries, False, name)
@@ -1334,9 +1028,6 @@ def flight_recorder(entries: bool):
                 yield "gloo", json.loads(c10d._dump_fr_trace_json(entries, False))
                 return
             yield name, json.loads(text)
-    elif c10d:
-        with suppress(AttributeError, KeyError, RuntimeError):  # it is importing, or adding a group
-            yield "gloo", trace_of_main_thread()
 
 
 def names_of_recorders() -> list[str]:
@@ -1348,42 +1039,6 @@ def names_of_recorders() -> list[str]:
             for backend in backends.split(","):
                 names.append(backend.split(":")[-1])
     return list(dict.fromkeys(names))
-
-
-def trace_of_main_thread() -> dict:
-    """Like a trace, for PyTorch < 2.8, where gloo has no Flight Recorder.
-
-    It has a counter of the collectives started. The last one is taken for incomplete while the main
-    thread is in a function of torch.distributed, of DDP, or in a backward pass.
-    """
-    frames = sys._current_frames()
-    code = frames[threading.main_thread().ident].f_code
-    in_torch = re.search(r"/torch/(distributed|autograd|nn/parallel)/", code.co_filename)
-    if "/autograd/" in code.co_filename:
-        name = "backward"
-    elif in_torch:
-        name = code.co_name
-    else:
-        name = "complete"
-    entries = []
-    status = {}
-    world = sys.modules["torch.distributed.distributed_c10d"]._world
-    for group, group_name in list(world.pg_names.items()):
-        by_nccl = "nccl" in world.pg_map[group][0] and sys.modules["torch"].cuda.is_initialized()
-        number = group._get_sequence_number_for_group()
-        if by_nccl or not number:
-            continue
-        entry = {
-            "process_group": [group_name, ""],
-            "collective_seq_id": number,
-            "profiling_name": f"gloo:{name}",
-            "input_sizes": "",
-            "state": "scheduled",
-            "retired": not in_torch,
-        }
-        entries.append(entry)
-        status[group_name] = {"last_enqueued_collective": number, "waits": bool(in_torch)}
-    return {"pg_status": status, "entries": entries}
 
 
 # -------------------------------------------------------------------------------- slow ranks
@@ -1399,7 +1054,7 @@ class SlowRankWatch:
     intervals in a row, by at least SLOW_SHARE of a step and by more than the error of the clocks.
     """
 
-    def __init__(self, rank: int, size: int, store, infos: dict[int, dict], step_ends,
+    def __init__(self, rank: int, size: int, store, infos: list[dict], step_ends,
                  over: threading.Event):  # fmt: skip
         self.rank = rank
         self.size = size
@@ -1409,9 +1064,9 @@ class SlowRankWatch:
         self.over = over
         # For each rank, the first rank with the same clock. It compares this clock with rank 0's.
         first_ranks: dict[str, int] = {}
-        for other in sorted(infos):
-            first_ranks.setdefault(infos[other]["clock"], other)
-        self.clock_ranks = {other: first_ranks[info["clock"]] for other, info in infos.items()}
+        for other, info in enumerate(infos):
+            first_ranks.setdefault(info["clock"], other)
+        self.clock_ranks = [first_ranks[info["clock"]] for info in infos]
         # of rank 0
         self.compared = 0  # number of the first collective of the last step that was compared
         self.steps: list[list[list[float]]] = []  # to be compared: see find_slow_ranks()
@@ -1439,7 +1094,7 @@ class SlowRankWatch:
 
     def answer_pings(self, deadline: float) -> None:
         """Rank 0: write the times at which the pings of each clock's first rank arrive."""
-        for rank in sorted(set(self.clock_ranks.values()) - {0}):
+        for rank in sorted(set(self.clock_ranks) - {0}):
             for _ in range(PINGS):
                 ping = self.take(f"ping {rank}", deadline)
                 received = time.time()
@@ -1490,8 +1145,7 @@ class SlowRankWatch:
                 return
             notes.append(json.loads(self.store.get(f"arrivals {rank}")))
         own_note["clock"] = [0.0, 0.0]
-        first_ranks = [self.clock_ranks[rank] for rank in range(self.size)]
-        clocks = [notes[rank].get("clock") for rank in first_ranks]
+        clocks = [notes[rank].get("clock") for rank in self.clock_ranks]
         if None in clocks:
             return
         self.add_steps(notes, [ahead for ahead, _ in clocks])
@@ -1529,8 +1183,8 @@ class SlowRankWatch:
 
     def report(self, ranks: list[int], steps: list, step_seconds: float) -> None:
         seconds_late, seconds_saved = delay(steps, set(ranks))
-        places = [place_of(self.infos[rank]) for rank in ranks]
-        names = [f"rank {rank} on {place}" for rank, place in zip(ranks, places)]
+        hosts = [self.infos[rank]["host"] for rank in ranks]
+        names = [f"rank {rank} on {host}" for rank, host in zip(ranks, hosts)]
         verb = "arrives" if len(ranks) == 1 else "arrive"
         share = seconds_saved / step_seconds
         text = f"{', '.join(names)} {verb} {1000 * seconds_late:.0f} ms after the others "
@@ -1540,17 +1194,10 @@ class SlowRankWatch:
             "slow_rank",
             text,
             ranks=ranks,
-            hosts=[self.infos[rank]["host"] for rank in ranks],
-            gpus=[self.infos[rank].get("gpu", "") for rank in ranks],
+            hosts=hosts,
             seconds_late=seconds_late,
             step_seconds=step_seconds,
         )
-
-
-def place_of(info: dict) -> str:
-    """The host, and the GPU if there is one."""
-    gpu = info.get("gpu")
-    return f"{info['host']} ({gpu})" if gpu else info["host"]
 
 
 def clock_id() -> str:
@@ -1788,6 +1435,14 @@ def report_error(
         end_if_asked(error, rank, signals)
         wait_for_lost_rank(rank, watch)
         return
+    shared = DUPLICATE_GPU.search(str(error))
+    if shared:
+        first, second = sorted(map(int, shared.groups()))
+        fail(
+            f"ranks {first} and {second} on {HOST} use the same GPU (Duplicate GPU detected): "
+            "start one rank per GPU (NPROC_PER_NODE), or request more GPUs; the script must call "
+            "torch.cuda.set_device(LOCAL_RANK)"
+        )
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -1796,41 +1451,57 @@ def report_error(
         content = {"message": {"message": reason, "extraInfo": facts}}
         with suppress(OSError):
             Path(file).write_text(json.dumps(content))
-    if watch and cause == "exception" and GPU_ERROR.search(reason):
-        report_gpu(rank, watch.infos[rank].get("gpu", ""), reason)
+    if cause == "exception" and GPU_ERROR.search(reason):
+        report_gpu(rank, reason)
 
 
-def report_gpu(rank: int, gpu: str, reason: str) -> None:
-    """If the driver says that the GPU has failed, tell scripts/supervise.py: evidence against HOST.
+def report_gpu(rank: int, reason: str) -> None:
+    """If the driver says that a GPU has failed, tell scripts/supervise.py: evidence against HOST.
 
     The error alone is no evidence: most CUDA errors are the script's own fault.
     """
-    if not gpu.startswith("GPU-"):  # none, unknown, or a MIG device
-        return
-    fault = ask_driver(gpu, reason)
+    fault = failed_gpu(reason)
     if fault:
-        text = f"{gpu} of {HOST} has failed (nvidia-smi: {fault})"
+        text = f"a GPU of {HOST} has failed (nvidia-smi: {fault})"
         print(f"guard.py: {text}", file=sys.stderr, flush=True)
-        write_event("gpu_check_failed", text, ranks=[rank], host=HOST, gpu=gpu)
+        write_event("gpu_failed", text, ranks=[rank], host=HOST)
 
 
-def ask_driver(gpu: str, reason: str) -> str:
-    """What nvidia-smi says is wrong with a GPU (its UUID); "" if nothing, or if it cannot tell.
+def failed_gpu(reason: str) -> str:
+    """What nvidia-smi says is wrong with a GPU of this host; "" if nothing, or if it cannot tell.
 
     After Xid 79 ("fallen off the bus") it no longer finds the GPU; after other Xid errors it may
     recommend an action, which older versions do not know. Memory errors count only if this error is
     one (reason): the driver has counted since it was loaded, and the GPU may be usable again.
     """
-    action = query_gpu(gpu, "gpu_recovery_action", DRIVER_SECONDS)
-    if LOST_GPU.search(action):
-        return action
-    if action in RECOVERY_ACTIONS:
-        return f"recovery action: {action}"
+    for line in query_gpus("gpu_recovery_action"):
+        index, _, action = line.partition(", ")
+        if LOST_GPU.search(line):
+            return line
+        if action in RECOVERY_ACTIONS:
+            return f"GPU {index}: recovery action: {action}"
     if re.search("ECC|uncorrectable", reason):
-        errors = query_gpu(gpu, "ecc.errors.uncorrected.volatile.total", DRIVER_SECONDS)
-        if errors.isdigit() and int(errors) > 0:
-            return f"{errors} uncorrected memory errors"
+        for line in query_gpus("ecc.errors.uncorrected.volatile.total"):
+            index, _, errors = line.partition(", ")
+            if errors.isdigit() and int(errors) > 0:
+                return f"GPU {index}: {errors} uncorrected memory errors"
     return ""
+
+
+def query_gpus(field: str) -> list[str]:
+    """nvidia-smi's lines "INDEX, VALUE", or its error message; [] without an answer."""
+    command = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        query = subprocess.Popen(command, text=True, **pipes)
+    except OSError:
+        return []
+    try:
+        output, _ = query.communicate(timeout=DRIVER_SECONDS)
+    except subprocess.TimeoutExpired:
+        query.kill()  # without waiting for its end: a broken driver may prevent it
+        return []
+    return output.splitlines()
 
 
 def has_lost_rank(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ ON_EVENT, a shell command, is run after each attempt. It finds the line of the a
 standard input and in the variable EVENT, with two more fields: run_dir and next, which is finish,
 stop, requeue, restart, or why supervise.py gives up. It may take 10 s.
 A node is left out of the next attempts if only ranks on it did not answer in two hangs, or if its
-GPU check failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
+GPU has failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
 requeued without the node. The launchers that use ssh find the hosts to leave out in EXCLUDED_NODES,
 and write all their hosts to NODES_FILE, one per line.
 Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
@@ -401,7 +401,6 @@ class Supervisor:
         self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
         # of the next attempt
         self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
-        self.nodes_used = set()  # by earlier attempts
         self.evidence = Evidence(has_excluded_nodes())
         self.bad_node = ""  # see Facts
 
@@ -457,7 +456,6 @@ class Supervisor:
         self.begun = attempt
         self.is_recorded = False  # whether the attempt log has it, with the cause "running"
         code = self.run(env)
-        self.nodes_used.update(self.nodes)
 
         status = read_status(self.status_file)
         failure = read_failure(self.failure_file)
@@ -520,9 +518,6 @@ class Supervisor:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
         if self.nodes != self.job_nodes:
             env.update(slurm_nodes(self.nodes))
-        new_nodes = [node for node in self.nodes if node not in self.nodes_used]
-        if self.count > 1 and new_nodes:
-            env["NEW_NODES"] = ",".join(new_nodes)
         return env
 
     def cause(self, code, status, failure):
@@ -710,7 +705,7 @@ class Evidence:
         """{host: why it should be left out}. failure, events: of the attempt that has ended."""
         found = {}
         for event in events:
-            if event["event"] == "gpu_check_failed" and has_only(str, event, ["host"]):
+            if event["event"] == "gpu_failed" and has_only(str, event, ["host"]):
                 found[event["host"]] = "its GPU has failed"
         hosts = failure.get("silent_hosts")
         # If several hosts are silent, the network may be at fault.

@@ -1,6 +1,6 @@
 """A stand-in for nvidia-smi, for machines without a GPU: its output has the same form.
 
-It can have several GPUs, MIG, memory errors, a lost GPU, and calls that hang.
+It can have several GPUs, memory errors, a lost GPU, and calls that hang.
 """
 
 import json
@@ -18,20 +18,10 @@ if state["fails"]:
     sys.exit(print(state["fails"]) or 15)
 gpus = state["gpus"]
 options = " ".join(sys.argv[1:])
-if "-L" in sys.argv:
-    for gpu in gpus:
-        print(f"GPU {{gpu['index']}}: {{gpu['name']}} (UUID: {{gpu['uuid']}})")
-        for number, device in enumerate(gpu["mig"]):
-            print(f"  MIG 3g.40gb     Device  {{number}}: (UUID: {{device}})")
-elif "--query-compute-apps=gpu_uuid,pid" in sys.argv:
+if "--query-compute-apps=gpu_uuid,pid" in sys.argv:
     for uuid, pid in state["processes"].items():
         print(f"{{uuid}}, {{pid}}")
 else:
-    selected = re.search(r"--id=(\\S+)", options)
-    if selected:
-        gpus = [gpu for gpu in gpus if selected[1] in (gpu["uuid"], gpu["index"])]
-    if not gpus:
-        sys.exit(print("No devices were found") or 6)
     fields = re.search(r"--query-gpu=(\\S+)", options)[1].split(",")
     for gpu in gpus:
         print(", ".join(gpu[field] for field in fields))
@@ -39,7 +29,7 @@ else:
 
 
 def gpu(index: int, **more) -> dict:
-    """A healthy GPU that nobody uses; `mig`: the UUIDs of its MIG devices."""
+    """A healthy GPU that nobody uses."""
     facts = {
         "index": str(index),
         "uuid": f"GPU-{index}",
@@ -51,8 +41,6 @@ def gpu(index: int, **more) -> dict:
         "gpu_recovery_action": "None",
         "power.limit": "700.00",
         "power.default_limit": "700.00",
-        "pci.bus_id": f"00000000:{16 * index:02X}:00.0",
-        "mig": [],
     }
     return facts | more
 

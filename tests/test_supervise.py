@@ -526,7 +526,7 @@ if number > len(failures):
 failure = {"cause": "hang", "reason": "it is", "host": "n1", "rank": 0, **failures[number - 1]}
 if failure.pop("gpu", None):
     with open(env["EVENTS_FILE"], "w") as events:
-        json.dump({"event": "gpu_check_failed", "text": "bad", "host": failure["host"]}, events)
+        json.dump({"event": "gpu_failed", "text": "bad", "host": failure["host"]}, events)
         events.write("\\n")
 with open(env["FAILURE_FILE"], "w") as file:
     json.dump(failure, file)
@@ -567,7 +567,7 @@ def left_out_after(us, *failures, nnodes: int = 1) -> list[str]:
     us.wanted, us.launcher_hosts = nnodes, ["n1.site", "n2.site", "n3.site"]
     for failure in failures:
         us.failure = failure
-        events = [{"event": "gpu_check_failed", "host": failure["gpu"]}] if "gpu" in failure else []
+        events = [{"event": "gpu_failed", "host": failure["gpu"]}] if "gpu" in failure else []
         attempt = {"cause": failure.get("cause", "hang"), "events": events, "world_size": 4}
         us.leave_out_bad_nodes({**attempt, "saved_step": 0, "start_step": 0})
     return us.left_out

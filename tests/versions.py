@@ -17,7 +17,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-PYTORCH = {"3.10": "2.6", "3.11": "2.6", "3.12": "2.8", "3.13": "2.10", "3.14": ""}  # "": newest
+PYTORCH = {"3.10": "2.6", "3.11": "2.7", "3.12": "2.8", "3.13": "2.10", "3.14": ""}  # "": newest
 DEFAULT = "3.10", "3.14"  # the oldest and the newest
 TEST_PACKAGES = "pytest", "pytest-timeout", "tensorboard", "datasets"
 RECIPES = "async_checkpoint_that async_checkpoint_writes cuda_graphs fsdp profiler slow_links"
