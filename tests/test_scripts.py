@@ -251,7 +251,7 @@ def test_an_unknown_version_is_a_user_error(tmp_path):
 
 
 # A job script can source nothing before find_repository has run; exec_command is only two lines.
-@pytest.mark.parametrize(("function", "copies"), [("find_repository", 3), ("exec_command", 2)])
+@pytest.mark.parametrize(("function", "copies"), [("find_repository", 2), ("exec_command", 2)])
 def test_slurm_scripts_hold_the_same_copy_of_a_function(function, copies):
     scripts = ["run_distributed.slurm", "slurm_train_multinode.sh", "slurm_train_single_node.sh"]
     block = re.compile(rf"{function}\(\) {{\n.*?\n}}\n", re.DOTALL)
