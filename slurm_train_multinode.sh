@@ -13,7 +13,6 @@
 #   MASTER_ADDR   address of the first node, reachable from all nodes  [its name]
 #   MASTER_PORT   a free port on the first node                        [derived from the job and step]
 #   TRAIN_SCRIPT  any training script that works with torchrun         [train_distributed.py]
-#   RANK_PREFIX   1: each line of output begins with its rank          []
 #   DRY_RUN       1: only print the command (outside a job, for one rank)  []
 #
 # Examples:
@@ -41,7 +40,6 @@ REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
 MASTER_ADDR="${MASTER_ADDR:-}"
 export MASTER_PORT="${MASTER_PORT:-}"
-RANK_PREFIX="${RANK_PREFIX:-}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -112,7 +110,7 @@ main() {
   [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
   local command=("${srun[@]}" --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST"
     --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" --cpus-per-task="$cores"
-    --kill-on-bad-exit=1 --cpu-bind=none ${RANK_PREFIX:+--label} "${python[@]}" "${script[@]}" --config "$config" "$@")
+    --kill-on-bad-exit=1 --cpu-bind=none "${python[@]}" "${script[@]}" --config "$config" "$@")
   echo "\$$(printf ' %q' "${command[@]}")"
   [[ -z "$DRY_RUN" ]] || exit 0
   # Set here, because a container may have no scontrol.
