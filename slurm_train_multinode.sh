@@ -9,22 +9,15 @@
 # In a job array, %a in an argument is the task's number.
 #
 # Environment (see also scripts/site.sh and scripts/supervise.py):
-#   REPO_ROOT       path of this repository            [the submission directory, or that of this file]
-#   MASTER_ADDR     address of the first node, reachable from all nodes  [its name]
-#   MASTER_PORT     a free port on the first node                        [derived from the job and step]
-#   TRAIN_SCRIPT    any training script that works with torchrun         [train_distributed.py]
-#   RANK_PREFIX     1: each line of output begins with its rank          []
-#   EPOCHS          --epochs                                             []
-#   BATCH_SIZE      --batch-size                                         []
-#   LEARNING_RATE   --lr                                                 []
-#   DATA_DIR        --data-dir                                           []
-#   CHECKPOINT_DIR  --checkpoint-dir                                     []
-#   DRY_RUN         1: only print the commands                           []
+#   REPO_ROOT     path of this repository                              [the submission directory]
+#   MASTER_ADDR   address of the first node, reachable from all nodes  [its name]
+#   MASTER_PORT   a free port on the first node                        [derived from the job and step]
+#   TRAIN_SCRIPT  any training script that works with torchrun         [train_distributed.py]
+#   DRY_RUN       1: only print the command (outside a job, for one rank)  []
 #
 # Examples:
 #   sbatch slurm_train_multinode.sh
 #   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 slurm_train_multinode.sh configs/default_config.yaml --epochs 10
-#   EPOCHS=20 BATCH_SIZE=128 LEARNING_RATE=0.1 CHECKPOINT_DIR=/scratch/run1 sbatch slurm_train_multinode.sh
 
 #SBATCH --job-name=train
 #SBATCH --nodes=2
@@ -46,15 +39,8 @@ REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
 MASTER_ADDR="${MASTER_ADDR:-}"
 export MASTER_PORT="${MASTER_PORT:-}"
-RANK_PREFIX="${RANK_PREFIX:-}"
-EPOCHS="${EPOCHS:-}"
-BATCH_SIZE="${BATCH_SIZE:-}"
-LEARNING_RATE="${LEARNING_RATE:-}"
-DATA_DIR="${DATA_DIR:-}"
-CHECKPOINT_DIR="${CHECKPOINT_DIR:-}"
 DRY_RUN="${DRY_RUN:-}"
 
-# A copy in each job script: it is needed before the repository is found.
 fail() {
   echo "slurm_train_multinode.sh: error: $*" >&2
   exit 2
@@ -64,31 +50,9 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
-# Slurm runs a copy of this file, so ask Slurm for the original path.
-# A copy in each job script: no other file can be sourced before.
-find_repository() {
-  local submitted place
-  submitted="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
-  submitted="${submitted%%$'\n'*}" # of a job array, one line for each task
-  until [[ -f "$submitted" || "$submitted" != *" "* ]]; do
-    submitted="${submitted% *}" # drop an argument
-  done
-  for place in "$REPO_ROOT" "${SLURM_SUBMIT_DIR:-$PWD}" "$(dirname "$(realpath "${submitted:-$0}")")"; do
-    if [[ -n "$place" && -f "$place/train_distributed.py" ]]; then
-      echo "$place"
-      return
-    fi
-  done
-  fail "no train_distributed.py in ${SLURM_SUBMIT_DIR:-$PWD}: submit from the repository, or set REPO_ROOT"
-}
-
 # gpus_per_node: prints the number of GPUs that a step gets on each node. With --exclusive, that is what the
 # job requested, not all GPUs. SLURM_GPUS_PER_NODE does not reflect --gres on the command line.
 gpus_per_node() {
-  if [[ -z "${SLURM_JOB_ID:-}" ]]; then
-    directive gpus-per-node
-    return
-  fi
   local job="$SLURM_JOB_ID" numbers
   [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" # else all tasks
   job="$(scontrol show job --details "$job")"
@@ -102,27 +66,6 @@ gpus_per_node() {
   echo "${numbers[0]:-1}"
 }
 
-# exec_command COMMAND...: replaces this shell. At a preemption, Slurm's SIGTERM would kill the shell at once,
-# while srun waits until the ranks have saved.
-# A copy in both scripts that call srun: sourcing a file would take as many lines.
-exec_command() {
-  echo "\$$(printf ' %q' "$@")"
-  [[ -n "$DRY_RUN" ]] || exec "$@"
-}
-
-# pretend_job: for DRY_RUN outside Slurm, the job that the directives above ask for.
-pretend_job() {
-  SLURM_NNODES="${SLURM_NNODES:-$(directive nodes)}"
-  SLURM_JOB_NODELIST=NODES
-  SLURM_JOB_CPUS_PER_NODE="$(($(directive ntasks-per-node) * $(directive cpus-per-task)))"
-  export MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}"
-}
-
-# directive NAME: its value in this file.
-directive() {
-  sed -n "s/^#SBATCH --$1=//p" "${BASH_SOURCE[0]}"
-}
-
 main() {
   if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
     print_help
@@ -130,23 +73,19 @@ main() {
   fi
   if [[ -z "${SLURM_JOB_ID:-}" ]]; then
     [[ -n "$DRY_RUN" ]] || fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
-    pretend_job
+    SLURM_NNODES=1 SLURM_JOB_NODELIST=NODE
   fi
-  REPO_ROOT="$(find_repository)"
-  local this
-  this="$(realpath "$0")"
-  cd "$REPO_ROOT"
+  local this config=configs/default_config.yaml gpus=1 cores hosts
+  this="$(realpath "$0")" # Slurm's copy of this file
+  cd "${REPO_ROOT:-$PWD}" # Slurm starts a job in the submission directory
+  export REPO_ROOT="$PWD"
+  [[ -f train_distributed.py ]] ||
+    fail "no train_distributed.py in $PWD: submit from the repository, or set REPO_ROOT"
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
-  local config=configs/default_config.yaml gpus cores hosts
   if [[ $# -gt 0 && "$1" != -* ]]; then
     config="$1"
     shift
-  fi
-  if [[ -z "${ATTEMPT:-}" && "${TRAIN_SCRIPT:-train_distributed.py}" == *@(train_distributed|doctor).py ]]; then
-    set -- ${EPOCHS:+--epochs "$EPOCHS"} ${BATCH_SIZE:+--batch-size "$BATCH_SIZE"} \
-      ${LEARNING_RATE:+--lr "$LEARNING_RATE"} ${DATA_DIR:+--data-dir "$DATA_DIR"} \
-      ${CHECKPOINT_DIR:+--checkpoint-dir "$CHECKPOINT_DIR"} "$@"
   fi
   config="${config//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
   set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
@@ -158,7 +97,7 @@ main() {
   # One task per GPU, each with its share of the cores, whatever the job requested per task. guard.py binds
   # it to them, or to those near its GPU. A task sees all GPUs of its node and uses that of its local rank:
   # with only one visible, NVLink would be lost.
-  gpus="$(gpus_per_node)"
+  [[ -z "${SLURM_JOB_ID:-}" ]] || gpus="$(gpus_per_node)"
   ((gpus > 0)) || gpus=1
   cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | sed -n 1p)" # 64(x2),32
   [[ -n "${SLURM_OVERCOMMIT:-}" || "$cores" -ge "$gpus" ]] || fail "the job has too few cores on a node" \
@@ -166,15 +105,20 @@ main() {
   cores="$((cores > gpus ? cores / gpus : 1))"
   unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
     SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND
+  local script=(scripts/guard.py "$TRAIN_SCRIPT")
+  [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
+  local command=("${srun[@]}" --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST"
+    --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" --cpus-per-task="$cores"
+    --kill-on-bad-exit=1 --cpu-bind=none "${python[@]}" "${script[@]}" --config "$config" "$@")
+  echo "\$$(printf ' %q' "${command[@]}")"
+  [[ -z "$DRY_RUN" ]] || exit 0
   # Set here, because a container may have no scontrol.
   mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
   [[ ${#hosts[@]} -gt 0 ]] || exit 2
   export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"
-  local script=(scripts/guard.py "$TRAIN_SCRIPT")
-  [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
-  exec_command "${srun[@]}" --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST" \
-    --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" --cpus-per-task="$cores" \
-    --kill-on-bad-exit=1 --cpu-bind=none ${RANK_PREFIX:+--label} "${python[@]}" "${script[@]}" --config "$config" "$@"
+  # exec: at a preemption, Slurm's SIGTERM would kill this shell at once, while srun waits until the ranks
+  # have saved.
+  exec "${command[@]}"
 }
 
 main "$@"

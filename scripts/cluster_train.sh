@@ -10,8 +10,7 @@
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
-#   LOG_LEVEL       torchrun's; DEBUG also tests PyTorch first and makes NCCL verbose  [WARNING]
-#   RANK_PREFIX     1: each line begins with host and rank; one file per rank in LOG_DIR  []
+#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose     [WARNING]
 #   LAUNCHER        torch.distributed.launch, deprecated          [torch.distributed.run]
 #   TRAIN_SCRIPT    any training script that works with torchrun  [train_distributed.py]
 #   MASTER_ADDR     the host of node rank 0                       [first host of the job, or localhost]
@@ -28,7 +27,6 @@ set -euo pipefail
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"
 LOG_LEVEL="${LOG_LEVEL:-WARNING}"
-RANK_PREFIX="${RANK_PREFIX:-}"
 LAUNCHER="${LAUNCHER:-torch.distributed.run}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
 MASTER_ADDR="${MASTER_ADDR:-}"
@@ -159,14 +157,8 @@ main() {
     NPROC_PER_NODE="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
   fi
   where+=(--nproc-per-node "$NPROC_PER_NODE")
-  local logs="$LOG_DIR/distributed_training" log prefix=()
-  if [[ -n "$RANK_PREFIX" ]]; then
-    prefix=(--tee 3 --log-dir "$logs")
-    TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$(hostname -s) \${rank}] "
-    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
-  fi
 
-  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" "${prefix[@]}" scripts/guard.py "$TRAIN_SCRIPT" "${what[@]}")
+  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" scripts/guard.py "$TRAIN_SCRIPT" "${what[@]}")
   if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
     command=("${command[@]:0:3}" --use-env "${command[@]:3}")
   fi
@@ -188,18 +180,13 @@ main() {
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
   fi
+  local logs="$LOG_DIR/distributed_training" log
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # tee ignores signals: it must run until the ranks have written their last lines.
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
   local tee=$! status=0 kills
-  if [[ "$LOG_LEVEL" == DEBUG ]]; then
-    "${python[@]}" -c 'import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.barrier()
-print("PyTorch distributed works")' || echo "cluster_train.sh: error: PyTorch distributed does not work on $(hostname)"
-  fi
   kills="$(oom_kills)"
   run_ranks "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2

@@ -250,15 +250,6 @@ def test_an_unknown_version_is_a_user_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# A job script can source nothing before find_repository has run; exec_command is only two lines.
-@pytest.mark.parametrize(("function", "copies"), [("find_repository", 3), ("exec_command", 2)])
-def test_slurm_scripts_hold_the_same_copy_of_a_function(function, copies):
-    scripts = ["run_distributed.slurm", "slurm_train_multinode.sh", "slurm_train_single_node.sh"]
-    block = re.compile(rf"{function}\(\) {{\n.*?\n}}\n", re.DOTALL)
-    blocks = [found for name in scripts for found in block.findall((REPO / name).read_text())]
-    assert len(blocks) == copies and len(set(blocks)) == 1
-
-
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: str(path.relative_to(REPO)))
 def test_help_is_the_header_and_its_environment_table_is_that_of_the_code(script):
     text = script.read_text()

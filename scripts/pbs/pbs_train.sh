@@ -10,7 +10,7 @@
 #   ARGS       config and options: not every qsub passes arguments to the script    []
 #   REPO_ROOT  path of this repository                    [the directory where qsub was called]
 #   LOG_DIR    a directory that all nodes see             [logs]
-#   DRY_RUN    1: only print the commands                 []
+#   DRY_RUN    1: only print the commands (outside a job, for one node)    []
 #
 # Examples:
 #   qsub scripts/pbs/pbs_train.sh
@@ -31,7 +31,6 @@ REPO_ROOT="${REPO_ROOT:-}"
 LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
-# A copy in each job script: it is needed before the repository is found.
 fail() {
   echo "pbs_train.sh: error: $*" >&2
   exit 2
@@ -96,8 +95,8 @@ main() {
   if [[ -f "${PBS_NODEFILE:-}" ]]; then
     slots="$(<"$PBS_NODEFILE")"
     [[ -n "$(command -v pbsdsh)" ]] || fail "cannot find pbsdsh on $(hostname)"
-  elif [[ -n "$DRY_RUN" ]]; then # the job that the directives above ask for
-    slots="$(seq -f 'NODE%g' "$(sed -nE 's/^#PBS -l select=([0-9]+).*/\1/p' "${BASH_SOURCE[0]}")")"
+  elif [[ -n "$DRY_RUN" ]]; then
+    slots=NODE
   else
     fail "submit this script with qsub; without PBS, use scripts/cluster_train.sh"
   fi

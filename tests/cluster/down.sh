@@ -43,9 +43,9 @@ main() {
     kill -KILL "${pids[@]}" 2>/dev/null || true
     sleep 0.1
   done
-  for file in "$CLUSTER"/hosts/*; do # what PROCTRACK=cgroup leaves
-    find /sys/fs/cgroup -depth -type d -path "*/slurm_${file##*/}*" -exec rmdir {} + 2>/dev/null || true
-  done
+  if [[ -L "$CLUSTER/cgroup/freezer" ]]; then
+    find "$(realpath "$CLUSTER/cgroup/freezer")" -depth -type d -exec rmdir {} + || true
+  fi
   rm -rf "$CLUSTER"
 }
 

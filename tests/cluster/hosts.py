@@ -57,6 +57,19 @@ def wait_until(condition, launch: subprocess.Popen, seconds: float = 120) -> Non
         time.sleep(0.1)
 
 
+def down_at_exit(directory: Path) -> None:
+    """Run down.sh when this process has ended, even if it was killed, as by a second Ctrl-C."""
+    script = f"tail --pid={os.getpid()} -f /dev/null; exec {HERE}/down.sh"
+    subprocess.Popen(
+        ["bash", "-c", script],
+        env=os.environ | {"CLUSTER": str(directory)},
+        start_new_session=True,  # a signal to the group of the tests does not reach it
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 @dataclass
 class Process:
     host: str
@@ -72,6 +85,7 @@ class Cluster:
         self.directory = directory
         inherited = {k: v for k, v in os.environ.items() if not LAUNCH_VARIABLES.search(k)}
         self.env = inherited | {"CLUSTER": str(directory), "PYTHON": sys.executable}
+        down_at_exit(directory)
         up = subprocess.Popen(
             [HERE / "up.sh", str(nodes), str(slots)],
             env=self.env | env,

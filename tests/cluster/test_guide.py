@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from harness import (
@@ -19,7 +20,7 @@ from harness import (
     wait_until,
     write_program,
 )
-from hosts import HERE
+from hosts import HERE, down_at_exit
 from pages import blocks, commands, commands_of, difference
 
 REWRITE = "REWRITE_GUIDE" in os.environ
@@ -62,6 +63,7 @@ def run(cluster, train_dir):
     """run(host, command): what it prints, under the names of the guide. A job is waited for."""
     jobs, background = {}, []
     other = f"{cluster.directory}-guide"  # the cluster that the guide itself makes
+    down_at_exit(Path(other))
     env = {"PATH": f"{train_dir}/bin:{os.environ['PATH']}", "PYTHON": ""}
 
     def run(host: str, command: str, expected: str) -> str:

@@ -144,6 +144,11 @@ END
   [[ -z "$SLURM_ROOT" ]] || # not among the plugins of this machine's Slurm, which it cannot load
     printf 'PluginDir=%s\n' "$SLURM_ROOT"/usr/lib/*/slurm-wlm >>"$CLUSTER/slurm.conf"
   echo CgroupPlugin=cgroup/v1 >"$CLUSTER/cgroup.conf"
+  if [[ "$PROCTRACK" == cgroup ]]; then # below a cgroup of this cluster's own: another may have the same NAMES
+    mkdir -p "$CLUSTER/cgroup" "/sys/fs/cgroup/freezer/${CLUSTER//\//-}"
+    ln -s "/sys/fs/cgroup/freezer/${CLUSTER//\//-}" "$CLUSTER/cgroup/freezer"
+    echo CgroupMountpoint="$CLUSTER/cgroup" >>"$CLUSTER/cgroup.conf"
+  fi
 }
 
 start() {
