@@ -32,10 +32,11 @@ class Setup:
     data_dir: str = "data"  # of MNIST and of imagefolder
     classes: int = 1000  # except for MNIST
     size: int = 224  # pixels per side, except for MNIST
-    amp: str = ""  # or bf16
+    amp: str = ""  # or bf16, or fp16
     compile: bool = False
     workers: int = 2  # loader processes per rank
     idle: bool = False  # profile the last block instead of timing it
+    tuned: bool = False  # for the peers: normalized floats in memory, channels_last
 
 
 class Profile:
@@ -125,6 +126,15 @@ def network(setup: Setup | None = None):
     )
 
 
+def peer_network(setup: Setup):
+    """network(), with the memory layout of `ours` if setup.tuned."""
+    import torch
+
+    if setup.tuned:
+        return network(setup).to(memory_format=torch.channels_last)
+    return network(setup)
+
+
 def mnist_floats(setup: Setup):
     """(normalized images of the shape [N, 1, 28, 28], labels) in memory."""
     import torchvision
@@ -137,7 +147,7 @@ def mnist_floats(setup: Setup):
 def dataset(setup: Setup):
     """The data set as in the examples of PyTorch, Lightning, Accelerate: a transform per image.
 
-    Synthetic images are normalized floats in memory.
+    With setup.tuned, MNIST is a TensorDataset of normalized floats; synthetic images always are.
     """
     import torch
     import torchvision
@@ -154,6 +164,8 @@ def dataset(setup: Setup):
         scale = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
         steps = transforms.Compose([*steps, transforms.ToTensor(), scale])
         return torchvision.datasets.ImageFolder(Path(setup.data_dir, "train"), steps)
+    if setup.tuned:
+        return torch.utils.data.TensorDataset(*mnist_floats(setup))
     steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
     return torchvision.datasets.MNIST(setup.data_dir, transform=transforms.Compose(steps))
 
@@ -196,7 +208,14 @@ def join(setup: Setup):
 def autocast(setup: Setup):
     import torch
 
-    return torch.autocast(setup.device, torch.bfloat16, enabled=bool(setup.amp))
+    dtype = torch.float16 if setup.amp == "fp16" else torch.bfloat16
+    return torch.autocast(setup.device, dtype, enabled=bool(setup.amp))
+
+
+def grad_scaler(setup: Setup):
+    import torch
+
+    return torch.amp.GradScaler(setup.device, enabled=setup.amp == "fp16")
 
 
 def ours(setup: Setup, clock: Clock, *more: str) -> None:
@@ -283,6 +302,7 @@ def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
     labels, order = labels.to(device), torch.randperm(len(images)).to(device)
     model = network(setup).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    scaler = grad_scaler(setup)
     if setup.compile:
         model.compile(dynamic=False)
     while not clock.over:
@@ -291,9 +311,10 @@ def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
         optimizer.zero_grad()
         with autocast(setup):
             loss = torch.nn.functional.cross_entropy(model(images[rows]), labels[rows])
-        loss.backward()
+        scaler.scale(loss).backward()
         exchange(model)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         clock.tick()
 
 
@@ -321,6 +342,7 @@ def usual_loop(setup: Setup, clock: Clock, loader, model, device, read_loss_ever
     if setup.compile:
         model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    scaler = grad_scaler(setup)
     while not clock.over:
         for number, (images, labels) in enumerate(loader):
             images = images.to(device)
@@ -328,8 +350,9 @@ def usual_loop(setup: Setup, clock: Clock, loader, model, device, read_loss_ever
             optimizer.zero_grad()
             with autocast(setup):
                 loss = torch.nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             if number % read_loss_every == 0:
                 loss.item()
             clock.tick()
@@ -375,7 +398,7 @@ def lightning(setup: Setup, clock: Clock) -> None:
     class Images(LightningModule):
         def __init__(self):
             super().__init__()
-            self.network = network(setup)
+            self.network = peer_network(setup)
 
         def training_step(self, batch, _index):
             images, labels = batch
@@ -396,7 +419,7 @@ def lightning(setup: Setup, clock: Clock) -> None:
             accelerator="gpu" if setup.device == "cuda" else "cpu",
             devices=ranks(),
             strategy="ddp" if ranks() > 1 else "auto",
-            precision="bf16-mixed" if setup.amp else "32-true",
+            precision={"": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[setup.amp],
             max_steps=clock.steps,
             callbacks=[Watch()],
             default_root_dir=setup.directory,
@@ -418,7 +441,7 @@ def accelerate(setup: Setup, clock: Clock) -> None:
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     accelerator = Accelerator(cpu=not gpu, mixed_precision=setup.amp or "no")
-    model = network(setup)
+    model = peer_network(setup)
     if setup.compile:
         model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -442,6 +465,7 @@ def timm(setup: Setup, clock: Clock) -> None:
     from timm.data import create_loader
     from timm.loss import LabelSmoothingCrossEntropy
     from timm.optim import create_optimizer_v2
+    from timm.utils import NativeScaler
     from torch.utils.data import DataLoader
 
     device = join(setup) if ranks() > 1 else my_device(setup)
@@ -457,8 +481,9 @@ def timm(setup: Setup, clock: Clock) -> None:
         )
     else:
         loader = DataLoader(dataset(setup), setup.batch, shuffle=True, **loading(setup))
-    model = network(setup).to(device)
+    model = peer_network(setup).to(device)
     optimizer = create_optimizer_v2(model, opt="momentum", lr=0.01, momentum=0.9)
+    scaler = NativeScaler(device=setup.device) if setup.amp == "fp16" else None
     criterion = LabelSmoothingCrossEntropy(0.0)
     if ranks() > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
@@ -468,10 +493,15 @@ def timm(setup: Setup, clock: Clock) -> None:
         for images, labels in loader:
             images = images.to(device)
             labels = labels.to(device)
+            if setup.tuned:
+                images = images.contiguous(memory_format=torch.channels_last)
             with autocast(setup):
                 loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
+            if scaler:
+                scaler(loss, optimizer, parameters=model.parameters())
+            else:
+                loss.backward()
+                optimizer.step()
             optimizer.zero_grad()
             clock.tick()
             if clock.over:

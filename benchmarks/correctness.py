@@ -7,6 +7,7 @@
 
     hang-host     rank 1 sleeps instead of joining a collective: does guard.py name it?
     hang-gpu      the GPU of rank 1 is busy for ever before a collective that all have joined
+    killed        rank 0 is killed with SIGKILL: the recorded cause, the time to the next step
     resume        stopped and resumed: the same weights, bit for bit, with --deterministic
     reproducible  one rank and two ranks: the same weights, bit for bit, with --reproducible
 
@@ -157,6 +158,82 @@ def hang_gpu(options, directory: Path) -> str:
     return hang("hang-gpu", options, directory)
 
 
+def training_records(run_directory: Path) -> list[dict]:
+    records = []
+    with suppress(OSError):
+        for line in (run_directory / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if record["kind"] == "train":
+                records.append(record)
+    return records
+
+
+def process_of_rank(rank: int, run_directory: Path) -> int:
+    """The process id of a rank of a run that was started with CHECKED_RUN in its environment."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            environment = path.read_bytes().split(b"\0")
+            words = (path.parent / "cmdline").read_bytes()
+            is_rank = f"RANK={rank}".encode() in environment and b"guard.py" in words
+            if is_rank and f"CHECKED_RUN={run_directory}".encode() in environment:
+                return int(path.parent.name)
+    raise Wrong(f"found no process of rank {rank}")
+
+
+def killed(options, directory: Path) -> str:
+    """Kill a rank of a supervised run. Returns the recorded cause and the time to the next step."""
+    run_directory = directory / "killed"
+    words = [
+        f"--checkpoint-dir={run_directory}",
+        "--dataset=mnist_sample",
+        "--epochs=100000",
+        "--log-every-steps=10",
+        "--checkpoint-every-steps=20",
+    ]
+    ranks = str(options.ranks)
+    supervisor = [sys.executable, REPO / "scripts/supervise.py"]
+    launcher = [REPO / "scripts/ssh/launch_singlenode.sh", "configs/default_config.yaml", ranks]
+    env = {
+        "PYTHON": sys.executable,
+        "LOG_DIR": str(directory / "logs"),
+        "CHECKED_RUN": str(run_directory),
+    }
+    process = start([*supervisor, *launcher, *words], directory, options.cpu, **env)
+    deadline = time.monotonic() + LIMIT
+    try:
+        wait_for(lambda: list(run_directory.glob("*.pt")), process, directory, deadline)
+        os.kill(process_of_rank(0, run_directory), signal.SIGKILL)
+        kill_time = time.time()
+
+        def records_after() -> list[dict]:
+            records = training_records(run_directory)
+            return [record for record in records if record["time"] > kill_time + 0.5]
+
+        wait_for(records_after, process, directory, deadline)
+        seconds = records_after()[0]["time"] - kill_time
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        end(process)
+    attempts = (run_directory / "attempts.jsonl").read_text().splitlines()
+    first = json.loads(attempts[0])
+    if first["cause"] != "killed":
+        raise Wrong(f"recorded as {first['cause']}: {first['reason']}")
+    return f"recorded as {first['cause']}: {first['reason']}; trained again after {seconds:.1f} s"
+
+
+def wait_for(condition, process: subprocess.Popen, directory: Path, deadline: float) -> None:
+    """Return once condition() is true. Wrong if the process ends before, or at the deadline."""
+    while not condition():
+        if process.poll() is not None:
+            raise Wrong(f"exit code {process.returncode}: {last_line(directory)}")
+        if time.monotonic() > deadline:
+            raise Wrong(f"still waiting after {LIMIT} s: {last_line(directory)}")
+        time.sleep(0.1)
+
+
 def resume(options, directory: Path) -> str:
     """ResNet-50 on GPUs, a small network in a rehearsal."""
     words = ["--deterministic", "--dataset=synthetic", "--stop-at-step=8"]
@@ -190,6 +267,7 @@ def reproducible(options, directory: Path) -> str:
 CHECKS = {
     "hang-host": hang_host,
     "hang-gpu": hang_gpu,
+    "killed": killed,
     "resume": resume,
     "reproducible": reproducible,
 }

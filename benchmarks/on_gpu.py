@@ -1,15 +1,5 @@
 #!/usr/bin/env python3
-"""Check and measure everything that needs a GPU, without a network; write a report as Markdown.
-
-    python benchmarks/on_gpu.py                            # on all GPUs, about half an hour
-    python benchmarks/on_gpu.py --only doctor tests killed resume
-    sbatch --gpus=2 --cpus-per-task=32 --wrap ".venv/bin/python benchmarks/on_gpu.py"
-    python benchmarks/on_gpu.py --cpu                      # a rehearsal with small sizes
-
-First what is right (hangs, kills, exact resume), then what is fast. The report is written again
-after each part, and all output goes to a .log file beside it. A part that fails or exceeds its time
-limit does not stop the others. Exit code: 0 no part failed, 1 a part failed, 2 user error.
-"""
+"""Run the benchmarks that need a GPU and write their tables as Markdown: see on_gpu.sh --help."""
 
 import argparse
 import importlib.util
@@ -51,7 +41,7 @@ class Part:
     """A row of the report, and the commands that measure it. A name in braces: see sizes()."""
 
     title: str
-    limit: int  # seconds, for all commands together
+    limit: int  # seconds, for all commands together; less than 9 minutes
     commands: list[str]
     shown: str = r"\S"  # pattern of the lines of output that the report shows
     needs: str = "torchvision numpy PIL yaml"  # packages
@@ -66,6 +56,13 @@ IMAGES = SPEED + " --model {resnet} --size {size} --workers {cores}"
 RESNET = IMAGES + " --dataset synthetic --batch {batch} --steps {steps}"
 CORRECTNESS = "python benchmarks/correctness.py {cpu} --ranks {ranks} "
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node {ranks} "
+
+
+def resnet50(ranks: int) -> Part:
+    command = f"{RESNET} --amp bf16 --ranks {ranks} --only limit sums ours"
+    return Part(
+        f"ResNet-50, bf16, synthetic images, {ranks} rank(s)", 480, [command], TABLE, gpus=ranks
+    )
 
 
 PARTS = {
@@ -92,11 +89,7 @@ PARTS = {
         TABLE,
         gpus=2,
     ),
-    "killed": Part(
-        "Recovery from a killed rank",
-        240,
-        ["python benchmarks/recovery.py --ranks {ranks} --rounds 1"],
-    ),
+    "killed": Part("A killed rank, supervised", 240, [CORRECTNESS + "killed"], TABLE),
     "resume": Part(
         "Stop and resume, bit for bit (ResNet-50, compiled)", 400, [CORRECTNESS + "resume"], TABLE
     ),
@@ -118,12 +111,11 @@ PARTS = {
         accepted=(0, 1),
     ),
     # How fast is it?
-    "resnet50": Part(
-        "ResNet-50, bf16, on all GPUs",
-        480,
-        [RESNET + " --amp bf16 --ranks {ranks} --only limit sums ours"],
-        TABLE,
-    ),
+    "resnet50-1": resnet50(1),
+    "resnet50-2": resnet50(2),
+    "resnet50-4": resnet50(4),
+    "resnet50-8": resnet50(8),
+    "convnet": Part("SimpleConvNet on MNIST", 300, [CONVNET + " --only limit ours"], TABLE),
     "convnet-compiled": Part(
         "SimpleConvNet, compiled, and with CUDA graphs",
         400,
@@ -141,6 +133,21 @@ PARTS = {
         480,
         [RESNET + " --amp bf16 --ranks 1 --only limit ours lightning accelerate timm"],
         TABLE,
+    ),
+    "peers-tuned": Part(
+        "ResNet-50, bf16: peers with our data and memory layout",
+        480,
+        [RESNET + " --amp bf16 --tuned --ranks 1 --only limit ours lightning accelerate timm"],
+        TABLE,
+    ),
+    "loader": Part(
+        "JPEG files: the loader alone",
+        300,
+        [
+            "python benchmarks/loader.py --make {scratch}/loader --files {files} --copies {copies}",
+            "python benchmarks/loader.py --data-dir {scratch}/loader --files {loader_files}"
+            " --rounds {rounds} --workers {cores} {cores2}",
+        ],
     ),
     "jpeg": Part(
         "JPEG files: ResNet-50, bf16, all ranks",
@@ -160,6 +167,21 @@ PARTS = {
     "startup": Part(
         "Start-up", 160, ["python benchmarks/startup.py {gpu} --ranks 1 --rounds {rounds}"]
     ),
+    "tf32": Part(
+        "ResNet-50, float32: matrix products in float32, in TF32",
+        480,
+        [
+            RESNET + " --ranks 1 --only limit ours",
+            "env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 " + RESNET + " --ranks 1 --only limit ours",
+        ],
+        TABLE,
+    ),
+    "fp16": Part(
+        "ResNet-50, fp16",
+        300,
+        [RESNET + " --amp fp16 --ranks 1 --only limit ours"],
+        TABLE,
+    ),
     "mnist": Part(
         "Time to {accuracy} % on MNIST",
         260,
@@ -174,6 +196,7 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
     values = {
         "scratch": scratch,
         "cores": cores,
+        "cores2": 2 * cores,
         "mnist": options.data_dir,
     }
     if options.cpu:
@@ -192,6 +215,7 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
             "saves": 2,
             "files": 64,
             "copies": 16,
+            "loader_files": 64,
             "jpeg_batch": 8,
             "jpeg_steps": 20 * cores,
             "accuracy": 80,
@@ -212,13 +236,14 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
         "saves": 12,
         "files": files,
         "copies": jpeg_batch * gpus * (jpeg_steps + 1) // files + 1,
+        "loader_files": 512 * cores,
         "jpeg_batch": jpeg_batch,
         "jpeg_steps": jpeg_steps,
         "accuracy": 99,
     }
 
 
-def reason_to_skip(name: str, options, values: dict) -> str:
+def reason_to_skip(name: str, options, gpus: int, values: dict) -> str:
     """What a part needs and this machine lacks, or nothing."""
     part = PARTS[name]
     ranks = values["ranks"]
@@ -305,7 +330,7 @@ def shown_lines(part: Part, lines: list[str]) -> str:
     return text
 
 
-def measure(part: Part, values: dict, log, cpu: bool) -> dict[str, str]:
+def measure(part: Part, values: dict, seconds: float, log, cpu: bool) -> dict[str, str]:
     """Run the commands of a part. Returns its result in words, and its section of the report."""
     began = time.monotonic()
     section = f"\n### {part.title.format(**values)}\n"
@@ -313,11 +338,11 @@ def measure(part: Part, values: dict, log, cpu: bool) -> dict[str, str]:
     for command in part.commands:
         words = [word.format(**values) for word in command.split()]
         words = [word for word in words if word]
-        left = began + part.limit - time.monotonic()
+        left = began + seconds - time.monotonic()
         code, lines, error = run(words, left, log, cpu)
         section += f"\n    {shlex.join(words)}\n{shown_lines(part, lines)}"
         if code is None:
-            result = f"failed (stopped after {part.limit} s)"
+            result = f"failed (stopped after {seconds:.0f} s)"
         elif code not in part.accepted:
             result = f"failed (exit code {code}) {error[:150].replace('|', '/')}".strip()
         elif any(re.match(r"\d+ skipped", line) for line in lines):  # pytest: none has passed
@@ -328,32 +353,59 @@ def measure(part: Part, values: dict, log, cpu: bool) -> dict[str, str]:
     return {"result": result, "section": section}
 
 
-def write_report(path: Path, head: str, found: dict[str, dict[str, str]], values: dict) -> None:
-    """It is complete up to the last part if the machine is taken away."""
-    rows = ""
-    for name, part in found.items():
-        rows += f"| {PARTS[name].title.format(**values)} | {part['result']} |\n"
-    sections = "".join(part["section"] for part in found.values())
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(f"{head}\n| part | result |\n| --- | --- |\n{rows}\n{GOALS}{sections}")
-    temporary.replace(path)
+class Report:
+    """The Markdown file, and a .json file beside it with what was measured before.
+
+    It is written again after each part: it is complete up to there if the machine is taken away.
+    """
+
+    def __init__(self, path: Path, heading: str, machine: str, values: dict):
+        self.path = path
+        self.heading = heading
+        self.machine = machine
+        self.values = values
+        self.parts: dict[str, dict[str, str]] = {}
+        with suppress(OSError, ValueError):
+            saved = json.loads(Path(f"{path}.json").read_text())
+            if saved.get("machine") == machine:
+                self.parts = saved["parts"]
+
+    def is_measured(self, name: str) -> bool:
+        return name in self.parts and self.parts[name]["result"].startswith("measured")
+
+    def write(self) -> None:
+        rows = ""
+        sections = ""
+        for name, part in PARTS.items():
+            found = self.parts.get(name, {"result": "not measured yet", "section": ""})
+            rows += f"| {part.title.format(**self.values)} | {found['result']} |\n"
+            sections += found["section"]
+        head = f"## {self.heading}\n\n{self.machine}, {time.strftime('%F')}\n"
+        table = f"| part | result |\n| --- | --- |\n{rows}"
+        self.replace(self.path, f"{head}\n{table}\n{GOALS}{sections}")
+        saved = {"machine": self.machine, "parts": self.parts}
+        self.replace(Path(f"{self.path}.json"), json.dumps(saved, indent=1))
+
+    def replace(self, path: Path, text: str) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text)
+        temporary.replace(path)
 
 
 def parse_options() -> argparse.Namespace:
-    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "description": __doc__}
-    parser = argparse.ArgumentParser(**style)
+    parser = argparse.ArgumentParser(prog="on_gpu.sh", usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("--cpu", action="store_true", help="rehearsal on the CPU, with small sizes")
-    names = ", ".join(PARTS)
-    add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"[{names}]")
+    add("--only", nargs="+", choices=PARTS, metavar="PART", help="[all that are not measured yet]")
     add("--data-dir", default="data", help="directory with MNIST/raw, for mnist [data]")
     add("--output", type=Path, default=REPO / "runs/on_gpu.md", help="[runs/on_gpu.md]")
     add("--rounds", type=int, help="turns of each contestant [5]")
+    add("--minutes", type=float, default=20, help="after this time, the rest is skipped [20]")
     return parser.parse_args()
 
 
 def fail(text: str) -> None:
-    print(f"on_gpu.py: error: {text}", file=sys.stderr)
+    print(f"on_gpu.sh: error: {text}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -371,27 +423,46 @@ def describe_machine(options) -> tuple[int, str]:
     return gpus, f"{gpus} x {name}, {cores}, {versions}"
 
 
+def measure_parts(options, gpus: int, values: dict, report: Report, log) -> bool:
+    """Measure the parts that were asked for. Returns whether one of them failed."""
+    deadline = time.monotonic() + 60 * options.minutes
+    names = options.only
+    if names is None:
+        names = [name for name in PARTS if not report.is_measured(name)]
+    failed = False
+    for name in dict.fromkeys(names):
+        part = PARTS[name]
+        left = deadline - time.monotonic()
+        reason = reason_to_skip(name, options, gpus, values)
+        # A part that has less than half of its limit is left for the next call.
+        enough = min(part.limit / 2, 30 * options.minutes)
+        if not reason and (left <= 0 or left < enough):
+            reason = f"the {options.minutes:g} minutes were over"
+        if reason:
+            found = {"result": f"not measured ({reason})", "section": ""}
+        else:
+            print(f"{name}: at most {min(part.limit, left):.0f} s ...", flush=True)
+            found = measure(part, values, min(part.limit, left), log, options.cpu)
+        report.parts[name] = found
+        report.write()
+        print(f"{found['section']}\n{name}: {found['result']}", flush=True)
+        failed = failed or found["result"].startswith("failed")
+    return failed
+
+
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also stops the command that runs
     options = parse_options()
     gpus, machine = describe_machine(options)
     heading = "Rehearsal on a CPU: not figures of a GPU" if options.cpu else "On a GPU"
-    head = f"## {heading}\n\n{machine}, {time.strftime('%F')}\n"
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as scratch, open(f"{options.output}.log", "a") as log:
         values = sizes(options, gpus, scratch)
-        for name in options.only:
-            reason = reason_to_skip(name, options, values)
-            if reason:
-                found[name] = {"result": f"not measured ({reason})", "section": ""}
-            else:
-                print(f"{name}: at most {PARTS[name].limit} s ...", flush=True)
-                found[name] = measure(PARTS[name], values, log, options.cpu)
-            write_report(options.output, head, found, values)
-            print(f"{found[name]['section']}\n{name}: {found[name]['result']}", flush=True)
+        report = Report(options.output, heading, machine, values)
+        report.write()
+        failed = measure_parts(options, gpus, values, report, log)
     print(f"Wrote {options.output}; all output: {options.output}.log")
-    sys.exit(any(part["result"].startswith("failed") for part in found.values()))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

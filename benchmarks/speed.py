@@ -3,6 +3,7 @@
 
     python benchmarks/speed.py                     # CPU, 1 and 2 ranks, about 25 minutes
     python benchmarks/speed.py --ranks 1 --rounds 3 --steps 100 --only limit ours
+    python benchmarks/speed.py --before OTHER_CHECKOUT --only ours
     python benchmarks/speed.py --gpu --ranks 1 --batch 256 --model resnet50 --dataset synthetic
     ... and --amp bf16, --compile; with --dataset imagefolder --data-dir DIR --workers 16
     python benchmarks/speed.py --gpu --ranks 1 --compile --only limit ours --recipe cuda_graphs
@@ -21,6 +22,7 @@ The contestants (benchmarks/contestants.py):
     accelerate    Accelerate             (the same)
     timm          timm's loader, loss, optimizer and loop (the same)
     PEER+guard    each of these five, started with scripts/guard.py, like ours
+    before        with --before DIR: `ours` of DIR/benchmarks/contestants.py
     NAME          with --recipe NAME: `ours` with docs/recipes/NAME.patch
 
 All train the same network on the same data with the same optimizer. They alternate, so that a
@@ -60,16 +62,19 @@ def launch(name: str, ranks: int, options) -> dict[str, float]:
     words = [root / "benchmarks/contestants.py", program]
     guard = root / "scripts/guard.py"
     has_guard = program in ("ours", "reproducible") or name.endswith("+guard")
-    if has_guard:
+    if has_guard and guard.exists():
         words.insert(0, guard)
-    if name in ("limit", "sums") and not options.gpu:
-        env = dict(MALLOC)
+    if name in ("limit", "sums", *options.copies) and not options.gpu:
+        env = dict(MALLOC)  # the guard.py of an older copy does not set it
     if name == "bare":
         env = {"OMP_NUM_THREADS": "1" if ranks > 1 else None}  # as torchrun sets it
     env |= {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as directory:
         given = vars(options) | {"directory": directory}
         setup = {field.name: given[field.name] for field in fields(contestants.Setup)}
+        for field in ("idle", "tuned"):  # which an older checkout does not have
+            if not setup[field]:
+                del setup[field]
         began = time.time()
         outputs = run_ranks([*words, json.dumps(setup)], ranks, **env)
         results = [json.loads(out.splitlines()[-1]) for out in outputs]
@@ -190,10 +195,12 @@ def parse_options() -> argparse.Namespace:
     add("--dataset", choices=["mnist", "synthetic", "imagefolder"], default="mnist")
     add("--data-dir", default="data", help="directory of the imagefolder [data]")
     add("--size", type=int, default=224, help="pixels per side, except for MNIST [224]")
-    add("--amp", choices=["bf16"], default="", help="mixed precision [none]")
+    add("--amp", choices=["bf16", "fp16"], default="", help="mixed precision [none]")
+    add("--tuned", action="store_true", help="peers: normalized floats in memory, channels_last")
     add("--compile", action="store_true", help="use torch.compile for all")
     add("--workers", type=int, default=2, help="loader processes per rank [2]")
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
+    add("--before", type=Path, help="another checkout to compare with")
     add("--recipe", help="the name of a recipe to compare with")
     add("--idle", action="store_true", help="also measure how long the GPU runs no kernel")
     add("--output", default="speed.png", help="bar chart; empty: none [speed.png]")
@@ -218,6 +225,9 @@ def parse_options() -> argparse.Namespace:
                 options.names.remove(name)
                 options.absent[name] = "not installed"
     options.copies = {}  # name of a contestant: its copy of this repository
+    if options.before:
+        options.names.insert(0, "before")
+        options.copies["before"] = options.before
     if options.recipe:
         options.names.append(options.recipe)
     return options
