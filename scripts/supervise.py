@@ -11,7 +11,7 @@ themselves. It needs only Python 3.8.
     stopped: time limit, preemption   requeues the job under Slurm, if Slurm permits it; else
                                       prints how to resume
     stopped by you                    prints how to resume
-    crashed                           runs the same command again on the remaining nodes
+    crashed                           runs the same command again
     crashed 3 times without progress  prints the reason and exits
     failed with a permanent error     prints the reason and exits
 
@@ -517,7 +517,8 @@ class Supervisor:
         if self.count > 1:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
         if self.nodes != self.job_nodes:
-            env.update(slurm_nodes(self.nodes))
+            env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)  # srun uses these nodes only
+            env["SLURM_NNODES"] = str(len(self.nodes))
         return env
 
     def cause(self, code, status, failure):
@@ -991,11 +992,6 @@ def nodes_of_job():
         return []
     text = slurm("scontrol", "show", "hostnames", nodes) or ""
     return text.split()
-
-
-def slurm_nodes(nodes):
-    """For srun: use these nodes of the job only."""
-    return {"SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_NNODES": str(len(nodes))}
 
 
 def slurm_id():
