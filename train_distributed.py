@@ -58,8 +58,8 @@ import torch.nn.functional as F
 import yaml
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any number of dimensions
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
