@@ -44,20 +44,20 @@ LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)
 # Records the samples of each (step, micro-batch) as the loader takes them from the sampler.
 RECORD = """if True:
     import json, os
-    from train_distributed import MicroBatchSampler
+    from train_distributed import SampleStream
 
-    def recorded(self, inner=MicroBatchSampler.__iter__):
-        batches, rank = inner(self), os.environ.get("RANK", "0")
+    def recorded(self, step, device, inner=SampleStream.keys):
+        batches, rank = inner(self, step, device), os.environ.get("RANK", "0")
         with open(f"{DIRECTORY}-samples{rank}.jsonl", "a") as file:
-            for step in range(self.first_step, self.end_of_epoch(self.first_step)):
-                for micro in self.local_micro_batches(step):
+            while True:
+                for micro in self.micro_batches:
                     keys = next(batches)
-                    if not micro.is_filler:
-                        ids = [key % self.samples for key in keys]
-                        print(json.dumps([step, micro.index, ids]), file=file, flush=True)
+                    ids = [key % self.samples for key in keys.tolist()]
+                    print(json.dumps([step, micro, ids]), file=file, flush=True)
                     yield keys
+                step += 1
 
-    MicroBatchSampler.__iter__ = recorded
+    SampleStream.keys = recorded
 """
 
 # One fsync takes some seconds after the process has received a signal.
@@ -426,7 +426,7 @@ def train(directory: Path, ranks: int, *options: str, **more) -> Result:
 
 def assert_same_state(a: dict, b: dict) -> None:
     """Check that weights, optimizer and step of two checkpoints are identical, bit for bit."""
-    assert a["global_step"] == b["global_step"]
+    assert a["state"]["step"] == b["state"]["step"]
     assert a["model"].keys() == b["model"].keys()
     for name, tensor in a["model"].items():
         assert torch.equal(tensor, b["model"][name]), f"{name} differs"
