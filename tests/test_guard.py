@@ -556,7 +556,7 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
     good = [info(), info(), info("node02"), info("node02")]
     assert guard.find_problem(good, 300) == ""
     assert guard.find_problem([*good[:2], None, None], 300) == (
-        "ranks 2-3 of 4 did not start within 300 s: see their logs "
+        "ranks 2-3 of 4 did not start within 300 s: see their logs, or raise RANK_TIMEOUT "
         "(ranks that started: 0-1 on node01)"
     )
     old = info("node02", PyTorch="2.6.0")
