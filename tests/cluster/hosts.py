@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -48,13 +49,23 @@ def probed(text: str) -> list[dict]:
     return sorted(map(json.loads, lines), key=lambda record: record["rank"])
 
 
-def wait_until(condition, launch: subprocess.Popen, seconds: float = 120) -> None:
+def wait_until(condition, launch: subprocess.Popen | None = None, seconds: float = 300) -> None:
     """Wait until the condition holds; fails if the launch ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert launch.poll() is None, launch.communicate()[0]
+        assert launch is None or launch.poll() is None, launch.communicate()[0]
         assert time.monotonic() < deadline, f"condition not met after {seconds} s"
         time.sleep(0.1)
+
+
+def wait_for_output(launch: subprocess.Popen, text: str, seconds: float = 300) -> None:
+    """Read what the launch prints, up to this text."""
+    deadline, printed = time.monotonic() + seconds, b""
+    while text.encode() not in printed:
+        ready, _, _ = select.select([launch.stdout], [], [], max(0, deadline - time.monotonic()))
+        chunk = os.read(launch.stdout.fileno(), 65536) if ready else b""
+        assert chunk, f"no {text!r} in {printed.decode()}"
+        printed += chunk
 
 
 def down_at_exit(directory: Path) -> None:
@@ -146,7 +157,7 @@ class Cluster:
             state = re.search(r"JobState=(\w+)", text)[1]
             if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
                 code, path = re.search(r"ExitCode=(\d+):.*StdOut=(.*?)\n", text, re.DOTALL).groups()
-                output, soon = Path(path), time.monotonic() + 2  # it may be written a moment later
+                output, soon = Path(path), time.monotonic() + 5  # it may be written a moment later
                 while not (output.exists() and output.read_text()) and time.monotonic() < soon:
                     time.sleep(0.1)
                 return int(code), output.read_text() if output.exists() else ""
@@ -166,12 +177,12 @@ class Cluster:
                 line, env = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
             except OSError:
                 continue  # it has just ended
-            line = line.decode().replace("\0", " ").strip()
+            line = os.fsdecode(line).replace("\0", " ").strip()
             if host and line and not DAEMONS.match(line):
-                found.append(Process(host, int(entry.name), line, env.decode().split("\0")))
+                found.append(Process(host, int(entry.name), line, os.fsdecode(env).split("\0")))
         return found
 
-    def assert_nothing_left(self, seconds: float = 10) -> None:
+    def assert_nothing_left(self, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
