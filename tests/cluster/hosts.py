@@ -69,11 +69,11 @@ def wait_for_output(launch: subprocess.Popen, text: str, seconds: float = 300) -
 
 
 def down_at_exit(directory: Path) -> None:
-    """Run down.sh when this process has ended, even if it was killed, as by a second Ctrl-C."""
+    """Run down.sh when this process has ended, even if it was killed or interrupted in up.sh."""
     script = f"tail --pid={os.getpid()} -f /dev/null; exec {HERE}/down.sh"
     subprocess.Popen(
         ["bash", "-c", script],
-        env=os.environ | {"CLUSTER": str(directory)},
+        env=os.environ | {"CLUSTER": str(directory), "TMPDIR": "/tmp"},  # see temporary_files
         start_new_session=True,  # a signal to the group of the tests does not reach it
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -97,27 +97,17 @@ class Cluster:
         inherited = {k: v for k, v in os.environ.items() if not LAUNCH_VARIABLES.search(k)}
         self.env = inherited | {"CLUSTER": str(directory), "PYTHON": sys.executable}
         down_at_exit(directory)
-        up = subprocess.Popen(
+        up = subprocess.run(
             [HERE / "up.sh", str(nodes), str(slots)],
             env=self.env | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            capture_output=True,
             text=True,
         )
-        try:
-            output, _ = up.communicate()
-        except BaseException:  # also KeyboardInterrupt
-            up.terminate()  # it then runs down.sh
-            up.wait()
-            raise
-        assert up.returncode == 0, output
+        assert up.returncode == 0, up.stdout + up.stderr
         self.hosts = sorted(path.name for path in (directory / "hosts").iterdir())
 
     def down(self) -> None:
-        # In a session of its own, it finishes even if the tests are interrupted.
-        down = subprocess.Popen([HERE / "down.sh"], env=self.env, start_new_session=True)
-        assert down.wait() == 0
+        subprocess.run([HERE / "down.sh"], env=self.env, check=True)
         assert not self.directory.exists()
 
     def start(self, host: str, *command, cwd=REPO, **env: str) -> subprocess.Popen:
