@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter):
 def temporary_files(tmp_path_factory):
     """A process that a test kills leaves its temporary files; pytest removes this directory.
 
-    Processes that an interrupted test has left are killed: all have inherited TMPDIR.
+    What an interrupted test has left running is killed, if it has inherited TMPDIR.
     """
     directory = str(tmp_path_factory.mktemp("tmp"))
     os.environ["TMPDIR"] = directory

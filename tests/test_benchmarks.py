@@ -59,7 +59,7 @@ def test_speed_runs_all_contestants_on_two_ranks(tmp_path):
 @pytest.mark.long
 def test_speed_takes_other_networks_and_data(tmp_path):
     words = "--ranks 1 --rounds 1 --steps 20 --model resnet18 --dataset synthetic --size 32"
-    words += " --batch 2 --amp bf16 --only limit ours template"
+    words += " --batch 2 --only limit ours template"
     out = run(tmp_path, "speed.py", *words.split())
     assert re.findall(r"^\| (\w+) \| \d+ ", out, re.M) == ["limit", "ours", "template"]
 

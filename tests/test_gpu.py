@@ -99,6 +99,28 @@ def test_two_ranks_that_share_a_gpu_end_with_the_weights_of_one(tmp_path, tiny):
     assert_same_state(two.newest(), one.newest())
 
 
+SAME_GPU = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+dist.all_reduce(torch.ones(1, device="cuda:0"))
+"""
+
+
+def test_two_ranks_on_one_gpu_are_a_user_error_with_the_remedy(tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text(SAME_GPU)
+    env = os.environ | GPUS | {"FAILURE_FILE": str(tmp_path / "failure.json")}
+    command = [*TORCHRUN, REPO / "scripts/guard.py", script]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode != 0
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert failure["cause"] == "configuration", result.stderr
+    assert f"guard.py: error: {failure['reason']}\n" in result.stderr
+    assert (
+        failure["reason"].startswith("ranks 0 and 1 on ") and "NPROC_PER_NODE" in failure["reason"]
+    )
+
+
 def test_out_of_memory_is_recorded_as_the_cause(tmp_path):
     options = ["--dataset=synthetic", "--model=resnet152", "--image-size=448", "--batch-size=1280"]
     command = [*TORCHRUN[:-1], "--nproc-per-node=1", REPO / "scripts/guard.py"]

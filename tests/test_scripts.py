@@ -167,16 +167,11 @@ def test_each_metric_of_a_run_has_a_panel_with_the_loss_first(tmp_path, drawn_pa
     assert list(drawn_panels(run))[0] == "Loss"
 
 
-def test_a_loss_below_zero_is_not_drawn_on_a_logarithmic_scale(tmp_path, drawn_panels):
-    run = write_run(tmp_path / "run", [{"loss": 1.0}, {"loss": -0.5}], [])
-    assert drawn_panels(run) == {"Loss": (["training"], "linear")}
-
-
 def test_runs_with_different_metrics_share_the_panels_they_both_have(tmp_path, drawn_panels):
     one = write_run(tmp_path / "one", [{"loss": 1.0, "top_accuracy": 0.5}], [])
-    two = write_run(tmp_path / "two", [{"mse": 1.0, "loss": 1.0}], [{"test_mse": 2.0}])
+    two = write_run(tmp_path / "two", [{"mse": 1.0, "loss": -1.0}], [{"test_mse": 2.0}])
     assert drawn_panels(one, two) == {
-        "Loss": (["one training", "two training"], "log"),
+        "Loss": (["one training", "two training"], "linear"),  # a loss is below zero
         "Top accuracy": (["one training"], "linear"),
         "Mse": (["two training", "two test, last 2"], "linear"),
     }

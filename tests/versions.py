@@ -41,8 +41,7 @@ FEATURES = {  # feature: tests, by the beginnings of their names
     "examples": "test_examples.py::",
     "recipes": " ".join(f"test_recipes.py::test_{name}" for name in RECIPES.split()),
     "`guard.py`": """test_guard.py::test_a_hang test_guard.py::test_a_rank_that_works_alone
-        test_guard.py::test_an_unmodified_script_runs_under_torchrun[ddp]
-        test_guard.py::test_an_unmodified_script_runs_under_torchrun[loader
+        test_guard.py::test_an_unmodified_script_runs_under_torchrun[ddp
         test_guard.py::test_the_last_lines""",
     "`supervise.py`": """test_supervise.py::test_crashes_with_progress
         test_supervise.py::test_ctrl_c""",

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -48,21 +49,31 @@ def probed(text: str) -> list[dict]:
     return sorted(map(json.loads, lines), key=lambda record: record["rank"])
 
 
-def wait_until(condition, launch: subprocess.Popen, seconds: float = 120) -> None:
+def wait_until(condition, launch: subprocess.Popen | None = None, seconds: float = 300) -> None:
     """Wait until the condition holds; fails if the launch ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert launch.poll() is None, launch.communicate()[0]
+        assert launch is None or launch.poll() is None, launch.communicate()[0]
         assert time.monotonic() < deadline, f"condition not met after {seconds} s"
         time.sleep(0.1)
 
 
+def wait_for_output(launch: subprocess.Popen, text: str, seconds: float = 300) -> None:
+    """Read what the launch prints, up to this text."""
+    deadline, printed = time.monotonic() + seconds, b""
+    while text.encode() not in printed:
+        ready, _, _ = select.select([launch.stdout], [], [], max(0, deadline - time.monotonic()))
+        chunk = os.read(launch.stdout.fileno(), 65536) if ready else b""
+        assert chunk, f"no {text!r} in {printed.decode()}"
+        printed += chunk
+
+
 def down_at_exit(directory: Path) -> None:
-    """Run down.sh when this process has ended, even if it was killed, as by a second Ctrl-C."""
+    """Run down.sh when this process has ended, even if it was killed or interrupted in up.sh."""
     script = f"tail --pid={os.getpid()} -f /dev/null; exec {HERE}/down.sh"
     subprocess.Popen(
         ["bash", "-c", script],
-        env=os.environ | {"CLUSTER": str(directory)},
+        env=os.environ | {"CLUSTER": str(directory), "TMPDIR": "/tmp"},  # see temporary_files
         start_new_session=True,  # a signal to the group of the tests does not reach it
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -86,27 +97,17 @@ class Cluster:
         inherited = {k: v for k, v in os.environ.items() if not LAUNCH_VARIABLES.search(k)}
         self.env = inherited | {"CLUSTER": str(directory), "PYTHON": sys.executable}
         down_at_exit(directory)
-        up = subprocess.Popen(
+        up = subprocess.run(
             [HERE / "up.sh", str(nodes), str(slots)],
             env=self.env | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            capture_output=True,
             text=True,
         )
-        try:
-            output, _ = up.communicate()
-        except BaseException:  # also KeyboardInterrupt
-            up.terminate()  # it then runs down.sh
-            up.wait()
-            raise
-        assert up.returncode == 0, output
+        assert up.returncode == 0, up.stdout + up.stderr
         self.hosts = sorted(path.name for path in (directory / "hosts").iterdir())
 
     def down(self) -> None:
-        # In a session of its own, it finishes even if the tests are interrupted.
-        down = subprocess.Popen([HERE / "down.sh"], env=self.env, start_new_session=True)
-        assert down.wait() == 0
+        subprocess.run([HERE / "down.sh"], env=self.env, check=True)
         assert not self.directory.exists()
 
     def start(self, host: str, *command, cwd=REPO, **env: str) -> subprocess.Popen:
@@ -146,7 +147,7 @@ class Cluster:
             state = re.search(r"JobState=(\w+)", text)[1]
             if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
                 code, path = re.search(r"ExitCode=(\d+):.*StdOut=(.*?)\n", text, re.DOTALL).groups()
-                output, soon = Path(path), time.monotonic() + 2  # it may be written a moment later
+                output, soon = Path(path), time.monotonic() + 5  # it may be written a moment later
                 while not (output.exists() and output.read_text()) and time.monotonic() < soon:
                     time.sleep(0.1)
                 return int(code), output.read_text() if output.exists() else ""
@@ -166,12 +167,12 @@ class Cluster:
                 line, env = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
             except OSError:
                 continue  # it has just ended
-            line = line.decode().replace("\0", " ").strip()
+            line = os.fsdecode(line).replace("\0", " ").strip()
             if host and line and not DAEMONS.match(line):
-                found.append(Process(host, int(entry.name), line, env.decode().split("\0")))
+                found.append(Process(host, int(entry.name), line, os.fsdecode(env).split("\0")))
         return found
 
-    def assert_nothing_left(self, seconds: float = 10) -> None:
+    def assert_nothing_left(self, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)

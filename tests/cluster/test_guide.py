@@ -90,8 +90,17 @@ def run(cluster, train_dir):
         process.communicate()
 
 
-# These can wait for a long run: other tests cover the same launchers every day.
-EVERY_DAY = ["SSH", "Slurm directives", "Local test cluster"]
+# Each launcher trains here every day. The others can wait for a long run.
+EVERY_DAY = [
+    "Slurm with torchrun",
+    "Slurm without torchrun",
+    "SSH",
+    "pdsh",
+    "One terminal per host",
+    "torch.distributed.launch",
+    "PBS",
+    "Slurm directives",
+]
 NO_TRAINING = [
     "Smoke test",
     "Slurm directives",

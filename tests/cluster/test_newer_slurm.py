@@ -9,6 +9,8 @@ import pytest
 from conftest import newer_slurm
 from hosts import Cluster, Path, probed
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
@@ -35,7 +37,6 @@ def test_trains_to_the_same_weights(cluster, repo, tmp_path, options, check):
     check(text, tmp_path / "run", {"node01": "0-1", "node02": "2-3"})
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["run_distributed.slurm", "slurm_train_multinode.sh"])
 def test_a_step_has_all_that_the_job_has_whatever_it_requested_per_task(
     cluster, repo, probe, launcher

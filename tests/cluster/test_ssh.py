@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 from harness import (
     OLD_PYTHONS,
-    REPO,
     SLOW_TO_SAVE,
     assert_same_state,
     torch,
     train,
     write_program,
 )
-from hosts import Cluster, probed, wait_until
+from hosts import Cluster, probed, wait_for_output, wait_until
 
 CONFIG = "configs/default_config.yaml"
 AUTO = "scripts/ssh/launch_torchrun_auto.sh"
@@ -34,16 +33,28 @@ def words_of(launcher: str) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", [AUTO, PDSH])
-def test_names_and_values_with_special_characters_arrive_unchanged(cluster, repo, probe, launcher):
+def test_names_and_values_arrive_unchanged_and_show_on_no_command_line(
+    cluster, repo, probe, launcher
+):
     config = repo / "configs" / 'it\'s "mine" $HOME 100%.yaml'
     shutil.copy(repo / CONFIG, config)
     words = words_of(launcher)
     words[1] = config.relative_to(repo)
     more = ["--mine", "a b", 'it\'s 5%h "$HOME"', "", "%n", "--"]
-    env = {"QUOTED": 'it\'s\n"$HOME" `id` \udcff', **probe}
+    env = {"QUOTED": 's3cr3t it\'s\n"$HOME" `id` \udcff', **probe}
     env |= {f"LARGE{number}": "x" * 100_000 for number in range(5)}  # more than a socket takes
-    code, text = cluster.on("login", *words, *more, cwd=repo, **env)
-    assert code == 0, text
+    launch = cluster.start("login", *words, *more, cwd=repo, **env)
+    lines = set()
+
+    def has_ended():
+        lines.update(process.line for process in cluster.processes())
+        return launch.poll() is not None
+
+    wait_until(has_ended)
+    text = end_of(launch)
+    assert launch.returncode == 0, text
+    assert any("ssh" in line and "node02" in line for line in lines)
+    assert "s3cr3t" not in "".join(lines)
     logs = [(repo / f"logs/node_{host}.log").read_text() for host in TWO_NODES]
     assert (probed(text) == probed(logs[0])) == (launcher == AUTO)  # ssh prints node rank 0 only
     latest = repo / "logs/distributed_training/latest_node1.log"
@@ -57,27 +68,6 @@ def test_names_and_values_with_special_characters_arrive_unchanged(cluster, repo
         assert record["quoted"] == env["QUOTED"]
 
 
-def test_variables_of_the_host_and_the_session_are_not_forwarded(cluster, repo, tmp_path):
-    script = tmp_path / "environment.py"
-    script.write_text("import json, os\nprint('ENV', json.dumps(dict(os.environ)), flush=True)\n")
-    private = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SLURM_JOB_ID", "SSH_AUTH_SOCK"]
-    private += ["XDG_RUNTIME_DIR", "ON_NODE", "BASH_ENV", "TMUX_PANE", "TERM_PROGRAM"]
-    private += [
-        "KRB5CCNAME",
-        "OMPI_COMM_WORLD_RANK",
-        "PMI_RANK",
-        "PMIX_RANK",
-        "NVIDIA_VISIBLE_DEVICES",
-    ]
-    env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "MINE": "here", "HOME": str(tmp_path)}
-    env |= dict.fromkeys(private, "/of/the/login/node")
-    code, text = cluster.on("login", AUTO, CONFIG, "1", "node01", cwd=repo, **env)
-    assert code == 0, text
-    there = json.loads(re.search(r"(?m)^ENV (.*)$", text)[1])
-    assert there["MINE"] == "here" and there["HOME"] != str(tmp_path)
-    assert "/of/the/login/node" not in there.values()
-
-
 @pytest.fixture
 def with_module(repo, tmp_path):
     """A copy of the repository whose site.sh loads the module `mine`."""
@@ -86,6 +76,7 @@ def with_module(repo, tmp_path):
     return copy
 
 
+@pytest.mark.long
 def test_modules_load_over_ssh(cluster, with_module, tmp_path, probe):
     """With Debian's package environment-modules: ssh passes no shell functions on."""
     (modules := tmp_path / "modules").mkdir()
@@ -104,7 +95,7 @@ def test_a_module_that_a_node_lacks_is_named_once(cluster, with_module):
     assert re.search(rf"supervise.py: error: configuration: node0[12]: line \d+ {failed}", text)
 
 
-@pytest.mark.parametrize("python", ["", sys.executable])
+@pytest.mark.parametrize("python", ["", pytest.param(sys.executable, marks=pytest.mark.long)])
 def test_a_host_with_an_old_python_is_named_unless_python_is_set(
     cluster, repo, tmp_path, probe, python
 ):
@@ -126,22 +117,6 @@ def test_a_host_with_an_old_python_is_named_unless_python_is_set(
         assert code == 2 and text.endswith(error) and "Traceback" not in text
 
 
-def test_secrets_do_not_show_on_any_command_line(cluster, repo, tmp_path):
-    script = tmp_path / "slow.py"
-    script.write_text("import os, time\nassert os.environ['MY_TOKEN'] == 's3cr3t'\ntime.sleep(2)\n")
-    env = {"MY_TOKEN": "s3cr3t", "TRAIN_SCRIPT": str(script), "GUARD": "0"}
-    launch = cluster.start("login", *words_of(AUTO), cwd=repo, **env)
-    seen = set()
-    while launch.poll() is None:
-        seen |= {process.line for process in cluster.processes()}
-        time.sleep(0.1)
-    text, _ = launch.communicate()
-    assert launch.returncode == 0, text
-    assert any("ssh" in line and "node02" in line for line in seen)
-    assert any(str(script) in line for line in seen)
-    assert "s3cr3t" not in text + "".join(seen)
-
-
 # --------------------------------------------------------------------------- signals and failures
 
 
@@ -155,7 +130,7 @@ def long_run(cluster, repo, tmp_path, tiny, launcher):
 
 
 def end_of(launch) -> str:
-    text, _ = launch.communicate(timeout=120)
+    text, _ = launch.communicate(timeout=300)
     return text
 
 
@@ -214,6 +189,7 @@ def stubborn(cluster, repo, tmp_path):
     return start
 
 
+@pytest.mark.long
 def test_ctrl_c_at_the_start_is_not_lost(cluster, repo, tmp_path, tiny):
     run = [f"--checkpoint-dir={tmp_path / 'run'}", *tiny, "--epochs=2000"]
     launch = cluster.start("login", *words_of(AUTO), *run, cwd=repo)
@@ -237,58 +213,18 @@ def test_a_terminal_that_closes_stops_and_saves_but_not_under_nohup(cluster, rep
     assert "Stopped at step " in end_of(launch) and launch.returncode == 0
 
 
-def test_an_unwritable_log_directory_is_reported_before_anything_starts(cluster, tmp_path):
-    copy = tmp_path / "repo"
-    shutil.copytree(REPO / "scripts", copy / "scripts")
-    (copy / "logs").touch()
-    code, text = cluster.on("login", *words_of(AUTO), cwd=copy)
-    assert code == 2 and "error: cannot write to logs: set LOG_DIR\n" in text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", [AUTO, PDSH])
-def test_a_second_ctrl_c_kills_processes_that_do_not_stop(cluster, stubborn, launcher):
+@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
+def test_a_second_ctrl_c_kills_all_that_the_launcher_has_started_and_nothing_else(
+    cluster, stubborn, launcher
+):
+    other = cluster.start("node02", "sleep", "1001")  # as of another training
     launch = stubborn(launcher)
     press_ctrl_c(launch)
-    time.sleep(8)
-    assert launch.poll() is None
+    wait_for_output(launch, "press Ctrl-C again")
     assert {process.host for process in cluster.processes()} == {*cluster.hosts}
     press_ctrl_c(launch)
-    pressed = time.monotonic()
     end_of(launch)
     assert launch.returncode == 130
-    assert time.monotonic() - pressed < GRACE
-    cluster.assert_nothing_left()
-
-
-@pytest.mark.long
-def test_a_second_ctrl_c_through_supervise(cluster, stubborn):
-    launch = stubborn(AUTO, sys.executable, "scripts/supervise.py")
-    for wait in (2, 0):
-        launch.send_signal(signal.SIGINT)
-        time.sleep(wait)
-    end_of(launch)
-    assert launch.returncode == 1
-    cluster.assert_nothing_left()
-
-
-def wakeups(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"(?m)^voluntary_ctxt_switches:\s*(\d+)$", status)[1])
-
-
-def test_only_what_a_launch_has_started_is_killed(cluster, stubborn):
-    """Another process with the same name on the same host, such as another training, is not."""
-    other = cluster.start("node02", "sleep", "1001")
-    launch = stubborn(AUTO)
-    launcher = one_process(cluster, "login", r"scripts/ssh/launch.py node01 node02")
-    before = wakeups(launcher)
-    time.sleep(2)
-    assert wakeups(launcher) - before < 5  # the launcher does not poll
-    for _ in range(2):
-        press_ctrl_c(launch)
-        time.sleep(0.5)
-    end_of(launch)
     assert [process.pid for process in cluster.processes()] == [other.pid]
     other.kill()
     other.communicate()
@@ -297,10 +233,8 @@ def test_only_what_a_launch_has_started_is_killed(cluster, stubborn):
 def test_killing_torchrun_leaves_no_process_on_any_node(cluster, stubborn):
     launch = stubborn(AUTO)
     os.kill(one_process(cluster, "node02", "-m torch.distributed.run"), signal.SIGKILL)
-    killed = time.monotonic()
     text = end_of(launch)
     assert "error: node02 failed (exit code 137)" in text and launch.returncode == 137
-    assert time.monotonic() - killed < GRACE
     cluster.assert_nothing_left()
 
 
@@ -313,7 +247,8 @@ def test_a_killed_launcher_leaves_no_process(cluster, repo, tmp_path, tiny, laun
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "stopped"  # and saved
 
 
-@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [AUTO, PDSH])
 def test_a_launcher_killed_while_it_starts_leaves_no_process(cluster, repo, tmp_path, launcher):
     script, started = tmp_path / "script.py", tmp_path / "started"
     script.write_text(f"import time\nopen({str(started)!r}, 'w').close()\ntime.sleep(1000)\n")
@@ -325,25 +260,6 @@ def test_a_launcher_killed_while_it_starts_leaves_no_process(cluster, repo, tmp_
         launch.communicate()
         cluster.assert_nothing_left(2 * GRACE)
     assert not started.exists()
-
-
-@pytest.mark.long
-def test_a_lost_connection_leaves_no_process_on_the_node(cluster, stubborn):
-    launch = stubborn(AUTO)
-    os.kill(one_process(cluster, "node02", "^sshd: "), signal.SIGKILL)
-    text = end_of(launch)
-    assert launch.returncode == 255 and "error: node02 failed (exit code 255)" in text
-    cluster.assert_nothing_left(2 * GRACE)
-
-
-@pytest.mark.long
-def test_a_node_whose_node_py_is_killed_stops(cluster, repo, tmp_path, tiny):
-    launch = long_run(cluster, repo, tmp_path, tiny, AUTO)
-    found = [p.pid for p in cluster.processes() if p.host == "node02" and "/node.py" in p.line]
-    os.kill(min(found), signal.SIGKILL)  # the other process kills what this one leaves behind
-    assert len(found) == 2
-    assert "error: node02 failed (exit code " in end_of(launch)
-    cluster.assert_nothing_left(2 * GRACE)
 
 
 @pytest.fixture
@@ -367,9 +283,8 @@ def slow_to_save(cluster, repo, tmp_path):
     return start
 
 
-@pytest.mark.parametrize(
-    "way", ["SIGKILL", *(pytest.param(n, marks=pytest.mark.long) for n in ("SIGINT", "SIGHUP"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGINT", "SIGHUP"])
 def test_there_is_time_for_a_last_save(cluster, slow_to_save, tmp_path, way):
     launch = slow_to_save()
     launch.stdout.close()  # as a `tee` that Ctrl-C ends
@@ -392,33 +307,6 @@ def test_a_node_that_fails_while_others_save_does_not_stop_them(cluster, slow_to
 
 
 @pytest.mark.long
-def test_an_ssh_that_hangs_does_not_block_the_launcher(cluster, stubborn):
-    launch = stubborn(AUTO)
-    daemon = one_process(cluster, "node02", "^sshd: ")
-    os.kill(daemon, signal.SIGSTOP)
-    try:
-        press_ctrl_c(launch)
-        time.sleep(1)
-        press_ctrl_c(launch)
-        end_of(launch)
-        assert launch.returncode == 130
-        assert not [process for process in cluster.processes() if process.host == "node01"]
-    finally:
-        os.kill(daemon, signal.SIGCONT)
-    cluster.assert_nothing_left(2 * GRACE)
-
-
-@pytest.mark.long
-def test_killing_the_process_that_connects_to_a_node_is_an_error(cluster, stubborn):
-    launch = stubborn(AUTO)
-    os.kill(one_process(cluster, "login", "--connect .* node02 1$"), signal.SIGTERM)
-    text = end_of(launch)
-    # 143 or 255: the launcher may notice the killed process or the lost connection first.
-    assert launch.returncode in (143, 255) and "error: node02 failed (exit code " in text
-    cluster.assert_nothing_left(40)  # GONE_SECONDS and some more
-
-
-@pytest.mark.long
 def test_killing_pdsh_is_an_error(cluster, stubborn):
     launch = stubborn(PDSH)
     os.kill(one_process(cluster, "login", "^pdsh "), signal.SIGKILL)
@@ -434,69 +322,17 @@ def test_the_last_lines_are_not_lost_if_they_are_read_late(cluster, repo, tmp_pa
     words = [AUTO, CONFIG, "1", "node01"]
     launch = cluster.start("login", *words, cwd=repo, TRAIN_SCRIPT=str(script))
     text = ""
-    while not done.exists():  # until then it fills every pipe
+
+    def is_done():  # until then it fills every pipe
+        nonlocal text
         text += launch.stdout.read(16384)
-        time.sleep(0.01)
-    time.sleep(1.5)
+        return done.exists()
+
+    wait_until(is_done, launch)
     text += launch.communicate()[0]
     assert launch.returncode == 0
     log = repo / "logs/distributed_training/latest_node0.log"
     assert all("line 59999 " in read for read in (text, log.read_text()))
-
-
-@pytest.mark.long
-def test_a_setpriv_without_pdeathsig(cluster, repo, tmp_path, probe):
-    """As in util-linux 2.32, on RHEL 8."""
-    error = "setpriv: unrecognized option '--pdeathsig'"
-    old = write_program(tmp_path / "bin/setpriv", f'echo "{error}" >&2\nexit 1')
-    env = {"PATH": f"{old.parent}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
-    train = ["scripts/cluster_train.sh", CONFIG, f"--to={tmp_path}"]
-    code, text = cluster.on("node01", *train, cwd=repo, **env, **probe)
-    assert code == 0 and len(probed(text)) == 2 and "unrecognized" not in text, text
-    script = tmp_path / "slow_to_save.py"
-    script.write_text(SLOW_TO_SAVE)
-    launch = cluster.start("node01", *train, cwd=repo, **env, TRAIN_SCRIPT=str(script))
-    wait_until(lambda: launch.stdout.readline() == "ready\n", launch)
-    launch.send_signal(signal.SIGHUP)
-    cluster.assert_nothing_left(30)
-    launch.communicate()
-
-
-@pytest.mark.long
-def test_a_node_that_has_saved_waits_for_the_other_after_repeated_signals(cluster, repo, tmp_path):
-    script = tmp_path / "slow_to_save.py"
-    script.write_text(SLOW_TO_SAVE)
-    env = {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "2"}
-    nodes = []
-    for rank, (host, seconds) in enumerate({"node01": "5", "node02": "0"}.items()):
-        words = ["scripts/cluster_train.sh", CONFIG, 2, rank, "node01", 23456, f"--to={tmp_path}"]
-        nodes.append(cluster.start(host, *words, cwd=repo, **env, SAVE_SECONDS=seconds))
-    for node in [*nodes, *nodes]:
-        wait_until(lambda node=node: node.stdout.readline() == "ready\n", node)
-    for _ in range(2):
-        for node in nodes:
-            node.send_signal(signal.SIGTERM)
-        time.sleep(2)
-    text = "".join(end_of(node) for node in nodes)
-    assert [node.returncode for node in nodes] == [0, 0], text
-    assert len([*tmp_path.glob("saved*")]) == 4
-
-
-def test_a_rank_that_dies_stops_all_nodes_and_its_node_is_named(cluster, repo, tmp_path, tiny):
-    launch = long_run(cluster, repo, tmp_path, tiny, AUTO)
-    (rank,) = [
-        process.pid
-        for process in cluster.processes()
-        if process.host == "node02" and "LOCAL_RANK=1" in process.env and "train" in process.line
-    ]
-    os.kill(rank, signal.SIGKILL)
-    text = end_of(launch)
-    cluster.assert_nothing_left()
-    assert launch.returncode == 1
-    end = text.partition("launch.py: error: node02 failed (exit code 1)")[2]
-    assert "exitcode  : -9" in end, text
-    others = r"guard.py: rank [01] on node01: another rank exited \(.*10.77.0.12"
-    assert re.search(others, text), text
 
 
 @pytest.fixture
@@ -573,7 +409,7 @@ def test_a_fault_on_one_node_is_reported_and_stops_all_nodes(
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("launcher", [AUTO, PDSH])
+@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
 def test_a_spare_takes_the_place_of_a_host_that_cannot_be_reached(
     cluster, repo, tmp_path, options, check, launcher
 ):
@@ -593,43 +429,9 @@ def test_a_spare_takes_the_place_of_a_host_that_cannot_be_reached(
     check(text, run, TWO_NODES)
 
 
-@pytest.mark.long
-def test_no_node_is_left_out_of_50_healthy_trainings(cluster, repo, tmp_path, options):
-    """A spare could take its place at once. The ranks are more than the cores."""
-    for number in range(50):
-        run = tmp_path / f"run{number}"
-        words = [AUTO, CONFIG, "3", "node01", "node02", *options, f"--checkpoint-dir={run}"]
-        env = {"NNODES": "1", "HANG_TIMEOUT": "10"}
-        code, text = cluster.on("login", "scripts/supervise.py", *words, cwd=repo, **env)
-        assert code == 0, text
-        (attempt,) = map(json.loads, (run / "attempts.jsonl").open())
-        print(f"training {number}: {attempt['cause']} at step {attempt['end_step']}")
-        assert attempt["cause"] == "finished", attempt
-        assert "left out" not in text and "node_left_out" not in str(attempt["events"])
-
-
-def test_hosts_in_excluded_nodes_are_not_used_unless_too_few_would_remain(cluster, repo, probe):
-    words = [AUTO, CONFIG, "1", "node01", "node02"]
-    for excluded, wanted, used in [
-        ("node01", "", ["node02"]),
-        ("node01,x", "1", ["node02"]),
-        ("", "1", ["node01"]),
-        ("node01", "2", ["node01", "node02"]),
-    ]:
-        env = {"EXCLUDED_NODES": excluded, "NNODES": wanted, **probe}
-        for file in (repo / "logs").glob("node_*"):
-            file.unlink()
-        code, text = cluster.on("login", *words, cwd=repo, **env)
-        assert code == 0, text
-        logs = sorted((repo / "logs").glob("node_*"))
-        assert [record["host"] for record in probed("".join(f.read_text() for f in logs))] == used
-    code, text = cluster.on("login", *words, cwd=repo, NNODES="3", **probe)
-    assert code == 2 and "NNODES is '3', not a number from 1 to 2, the number of hosts" in text
-
-
 def test_a_master_that_cannot_be_reached_is_named_at_once(cluster, repo):
     words = [AUTO, CONFIG, "2", "10.77.0.99", "node01"]
-    code, text = cluster.on("login", *words, cwd=repo, timeout=60)
+    code, text = cluster.on("login", *words, cwd=repo)
     assert code == 2
     assert "error: cannot ask 10.77.0.99 for a free port: does `ssh 10.77.0.99` work?" in text
     assert "connect to host 10.77.0.99 port 22: No route to host" in text
@@ -679,23 +481,25 @@ def test_processes_that_a_command_leaves_behind_are_killed_soon(
     node.communicate()
 
 
-def test_a_busy_port_is_skipped_or_an_error(cluster, repo):
+def test_a_busy_port_or_a_master_that_is_elsewhere_is_an_error(cluster, repo):
     listen = "import socket, time; s = socket.create_server(('', 29400)); print(1); time.sleep(60)"
     listener = cluster.start("node01", sys.executable, "-uc", listen)
     try:
-        listener.stdout.readline()
+        wait_for_output(listener, "1\n")
         words = ["scripts/ssh/launch_torchrun_multinode.sh", CONFIG, "2", "2", "0", "node01"]
         code, text = cluster.on("node01", *words, cwd=repo)
         assert code == 2
         assert "error: node01: port 29400 is in use here, on the master: set another" in text
-        words = [sys.executable, "scripts/guard.py", "--free-port", "29400"]
-        assert cluster.on("node01", *words, cwd=repo) == (
+        assert cluster.on("node01", "scripts/guard.py", "--free-port", "29400", cwd=repo) == (
             0,
             "guard.py: port 29400 is in use on node01; trying the next one\n29401\n",
         )
     finally:
         listener.kill()
         listener.communicate()
+    words = ["scripts/cluster_train.sh", CONFIG, "2", "0", "node02", "29400"]
+    code, text = cluster.on("login", *words, cwd=repo)
+    assert code == 2 and "is not (Cannot assign" in text and text.count("\n") == 1, text
 
 
 @pytest.mark.long
@@ -741,9 +545,8 @@ def ipv6():
     cluster.down()
 
 
-@pytest.mark.parametrize(
-    "own_name", ["127.0.1.1", pytest.param("fd00:77::1", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("own_name", ["127.0.1.1", "fd00:77::1"])
 def test_hosts_with_ipv6_addresses_only(ipv6, repo, tmp_path, options, check, own_name):
     """Their own names resolve to an address that others reach, or to 127.0.1.1."""
     for host in TWO_NODES:
@@ -766,52 +569,6 @@ def test_hosts_with_ipv6_addresses_only(ipv6, repo, tmp_path, options, check, ow
         code, text = ipv6.on("login", *words_of(AUTO), cwd=repo, **env)
         assert code == 0 and "OK   network" in text and "FAIL" not in text, text
     ipv6.assert_nothing_left()
-
-
-def test_wrong_arguments_are_reported_in_one_line(cluster, repo):
-    for words, message in (
-        ([AUTO, CONFIG, "node01", "node02"], "'node01' is not a number of GPUs"),
-        ([AUTO, CONFIG, "2"], "the arguments are CONFIG GPUS_PER_NODE HOST ... [options]"),
-        ([AUTO, CONFIG, "2", "--epochs=3"], "there is no HOST"),
-        ([AUTO, "--epochs", "2", "node01"], "the arguments are CONFIG "),
-        ([AUTO, CONFIG, "2", "node01", "node01"], "node01 is named twice"),
-        ([AUTO, CONFIG, "2", "node01;id"], "'node01;id' is not a host name"),
-        ([PDSH, CONFIG, "2"], "no HOSTS"),
-        (["scripts/ssh/launch_singlenode.sh", CONFIG], "the arguments are CONFIG GPUS [options]"),
-        (["scripts/ssh/launch_singlenode.sh", "--epochs", "3"], "the arguments are CONFIG GPUS "),
-        (["scripts/ssh/launch_singlenode.sh", CONFIG, "two"], "'two' is not a number of GPUs"),
-        (["scripts/test_distributed.sh", "two"], "'two' is not a number of processes"),
-        (["scripts/ssh/launch_multinode.sh", CONFIG, "2", "2", "2", "a"], "0 to 1, not 2"),
-        (["scripts/ssh/launch_multinode.sh", CONFIG, "2", "2", "1"], "the arguments are CONFIG "),
-        (["scripts/cluster_train.sh", CONFIG, "two", "0"], "num_nodes 'two', node_rank '0'"),
-        (["scripts/cluster_train.sh", CONFIG, "2"], "this host is not one of: localhost"),
-        (
-            ["scripts/cluster_train.sh", CONFIG, "2", "0", "node02", "29400"],
-            "is not (Cannot assign",
-        ),
-    ):
-        code, text = cluster.on("login", *words, cwd=repo)
-        assert code == 2 and message in text and text.count("\n") == 1, text
-
-
-@pytest.mark.parametrize("launcher", [AUTO, pytest.param(PDSH, marks=pytest.mark.long)])
-def test_a_dry_run_prints_a_command_that_can_be_pasted(cluster, repo, probe, launcher):
-    env = probe
-    words = [*words_of(launcher), "--mine", "it's"]
-    code, text = cluster.on("login", *words, cwd=repo, DRY_RUN="1", **env)
-    assert code == 0 and text.startswith("$ ") and text.count("\n") == 1
-    assert not probed(text)
-    code, text = cluster.on("login", "bash", "-c", text[2:], cwd=repo, **env)
-    assert code == 0
-    records = probed("".join((repo / f"logs/node_{host}.log").read_text() for host in TWO_NODES))
-    assert [record["argv"][-2:] for record in records] == [["--mine", "it's"]] * 4
-
-
-def test_the_smoke_test_says_why_it_fails(cluster, repo):
-    code, text = cluster.on("node01", "scripts/test_distributed.sh", cwd=repo, BACKEND="nccl")
-    assert code == 1
-    last = text.splitlines()[-1]
-    assert re.match(r"FAIL: .*error: node01: 2 ranks for nccl, but 0 visible GPUs", last), text
 
 
 @pytest.mark.long

@@ -1,35 +1,8 @@
 """Hangs of the trainer without guard.py: each rank prints its stacks and exits."""
 
-import os
-import signal
-import time
+from harness import FOREVER, launch
 
-import pytest
-from harness import FOREVER, launch, wait_for_step
-
-TIMEOUT = 5
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_ranks_that_wait_for_a_stopped_rank_print_their_stacks_and_exit(tmp_path, tiny, rank):
-    ended = []
-
-    def during(processes):
-        wait_for_step(tmp_path / "run", 5)
-        os.kill(processes[rank].pid, signal.SIGSTOP)
-        stopped = time.monotonic()
-        for other in {0, 1, 2} - {rank}:
-            processes[other].join(60)
-        ended.append(time.monotonic() - stopped)
-        processes[rank].kill()
-
-    options = [*tiny, FOREVER, f"--hang-timeout={TIMEOUT}"]
-    run = launch(tmp_path / "run", 3, *options, during=during)
-    assert ended[0] < TIMEOUT + 10
-    for other in {0, 1, 2} - {rank}:
-        assert run.codes[other] == 1
-        assert f"Timeout (0:00:0{TIMEOUT})!" in run.err[other]
-        assert "in train_step" in run.err[other] or "in agree" in run.err[other]
+TIMEOUT = 20
 
 
 STUCK = """if True:
@@ -45,11 +18,13 @@ STUCK = """if True:
 """
 
 
-def test_a_rank_that_is_busy_elsewhere_shows_where(tmp_path, tiny):
+def test_each_rank_prints_its_stacks_and_exits_if_one_is_busy_elsewhere(tmp_path, tiny):
     run = launch(tmp_path / "run", 3, *tiny, FOREVER, f"--hang-timeout={TIMEOUT}", before=STUCK)
     assert run.codes == [1, 1, 1]
-    assert f"Timeout (0:00:0{TIMEOUT})!" in run.err[1]
+    assert all(f"Timeout (0:00:{TIMEOUT})!" in err for err in run.err)
     assert 'File "<string>", line 7 in loss_weight' in run.err[1]
+    for rank in (0, 2):
+        assert "in train_step" in run.err[rank] or "in agree" in run.err[rank]
 
 
 BROKEN_LOADER = STUCK.replace("time.sleep(1000)", 'raise OSError("the disk is gone")')
