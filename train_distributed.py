@@ -210,7 +210,7 @@ class Task:
 
     def wrap(self, loss: LossOf) -> nn.Module:
         """What exchanges the gradients of several ranks in the backward pass."""
-        return DistributedDataParallel(loss, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(loss, gradient_as_bucket_view=True)
 
 
 def read_mnist(root: Path, part: str, size: int = 28) -> InMemoryDataset:
@@ -822,6 +822,7 @@ def wrap(task, cfg, world, model) -> nn.Module:
         return loss_of
     wrapped = task.wrap(loss_of)
     if isinstance(wrapped, DistributedDataParallel):
+        wrapped.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
         settle_buckets(wrapped)
     return wrapped
 
@@ -1434,6 +1435,7 @@ FREE_OPTIONS |= {"checkpoint_every_steps", "save_minutes", "nodes", "gpus_per_no
 FREE_OPTIONS |= {"distributed_backend", "hang_timeout"}
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "dataset", "model", "image_size"}
+FIXED_OPTIONS |= {"optimizer"}
 
 
 class UserError(Exception):
