@@ -210,7 +210,7 @@ class Task:
 
     def wrap(self, loss: LossOf) -> nn.Module:
         """What exchanges the gradients of several ranks in the backward pass."""
-        return DistributedDataParallel(loss, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(loss, gradient_as_bucket_view=True)
 
 
 def read_mnist(root: Path, part: str, size: int = 28) -> InMemoryDataset:
@@ -822,6 +822,7 @@ def wrap(task, cfg, world, model) -> nn.Module:
         return loss_of
     wrapped = task.wrap(loss_of)
     if isinstance(wrapped, DistributedDataParallel):
+        wrapped.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
         settle_buckets(wrapped)
     return wrapped
 
@@ -903,7 +904,8 @@ def check_replicas(world, model):
     dist.all_reduce(digests)
     values = digests.tolist()
     usual = max(values, key=values.count)
-    odd = [rank for rank, value in enumerate(values) if value != usual]
+    is_majority = 2 * values.count(usual) > len(values)  # else, any of them may be wrong
+    odd = [rank for rank, value in enumerate(values) if value != usual or not is_majority]
     if odd:
         why = "a memory error, different hardware, or code that changes them on some ranks only"
         text = f"different weights on the ranks {odd}: {why}; the same command resumes"
@@ -1129,7 +1131,8 @@ class StopRequests:
     def __init__(self, cfg):
         self.signal = ""  # the name of the first one
         self.signal_time = math.inf
-        self.files = [Path(cfg.checkpoint_dir) / "STOP", Path(os.environ.get("STOP_FILE", "STOP"))]
+        stop_file = Path(cfg.checkpoint_dir) / "STOP"
+        self.files = [stop_file, Path(os.environ.get("STOP_FILE") or stop_file)]
         end = os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
         try:
             time_left = float(end) - time.time()
@@ -1177,18 +1180,18 @@ def lock_directory(cfg) -> int:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        for waited in range(LOCK_SECONDS + 1):
+            if try_lock(lock):
+                break
+            text = f"{directory} is in use by {os.pread(lock, 1000, 0).decode(errors='replace')}"
+            if waited == LOCK_SECONDS:
+                remedy = "stop that process, or choose another --checkpoint-dir"
+                raise UserError(f"{text}: {remedy}", "in use")
+            if waited == 0:
+                log(f"{text}: waiting for its end, up to {LOCK_SECONDS} s")
+            time.sleep(1)
     except OSError as error:
-        raise UserError(f"cannot write to --checkpoint-dir {directory} ({error})") from None
-    for waited in range(LOCK_SECONDS + 1):
-        if try_lock(lock):
-            break
-        text = f"{directory} is in use by {os.pread(lock, 1000, 0).decode(errors='replace')}"
-        if waited == LOCK_SECONDS:
-            remedy = "stop that process, or choose another --checkpoint-dir"
-            raise UserError(f"{text}: {remedy}", "in use")
-        if waited == 0:
-            log(f"{text}: waiting for its end, up to {LOCK_SECONDS} s")
-        time.sleep(1)
+        raise UserError(f"cannot write to or lock --checkpoint-dir {directory} ({error})") from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     for leftover in [*directory.glob(".*.tmp"), directory / "STOP"]:
@@ -1432,6 +1435,7 @@ FREE_OPTIONS |= {"checkpoint_every_steps", "save_minutes", "nodes", "gpus_per_no
 FREE_OPTIONS |= {"distributed_backend", "hang_timeout"}
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "dataset", "model", "image_size"}
+FIXED_OPTIONS |= {"optimizer"}
 
 
 class UserError(Exception):
@@ -1567,7 +1571,7 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     With --evaluate, the options of that checkpoint are the defaults.
     """
     parser = build_parser(task or Task())
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files = Parser(add_help=False, allow_abbrev=False)
     files.add_argument("--config")
     files.add_argument("--evaluate")
     given, _ = files.parse_known_args(argv)

@@ -229,9 +229,6 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
         def __len__(self) -> int:
             return needed(setup.steps, setup.batch, ranks())
 
-        def __getitems__(self, keys: list[int]) -> list:
-            return super().__getitems__([key % SYNTHETIC for key in keys])
-
     class BenchmarkTask(trainer.Task):
         def data(self, cfg):
             train, test = super().data(cfg)
@@ -239,6 +236,10 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
                 images, labels = train.tensors
                 train = Repeated(images[:SYNTHETIC], labels[:SYNTHETIC])
             return train, test
+
+    def repeated_keys(stream, step, device):
+        for keys in sample_keys(stream, step, device):
+            yield keys % SYNTHETIC
 
     def timed_step(*arguments) -> None:
         train_step(*arguments)
@@ -268,6 +269,9 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
         options.append("--compile")
     train_step = trainer.train_step
     trainer.train_step = timed_step
+    sample_keys = trainer.SampleStream.keys
+    if setup.dataset == "synthetic":
+        trainer.SampleStream.keys = repeated_keys
     with contextlib.redirect_stdout(sys.stderr):
         trainer.main(BenchmarkTask(), options)
 
@@ -298,6 +302,7 @@ def limit(setup: Setup, clock: Clock, exchange=lambda model: None) -> None:
         begin, end = (len(cores) * n // ranks() for n in (my_rank(), my_rank() + 1))
         os.sched_setaffinity(0, cores[begin:end] or cores)  # as scripts/guard.py does
     torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as the trainer
     images = images.to(device).contiguous(memory_format=torch.channels_last)
     labels, order = labels.to(device), torch.randperm(len(images)).to(device)
     model = network(setup).to(device, memory_format=torch.channels_last)

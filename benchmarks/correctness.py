@@ -251,10 +251,10 @@ def resume(options, directory: Path) -> str:
 
 def reproducible(options, directory: Path) -> str:
     """SimpleConvNet. With one GPU, two ranks share it and exchange with gloo."""
-    words = ["--reproducible", "--dataset=mnist_sample", "--stop-at-step=20"]
-    one = train(directory, options, "one", 1, *words, "--global-batch-size=128")
     both = max(2, options.ranks)
+    words = ["--reproducible", "--dataset=mnist_sample", "--stop-at-step=20"]
     words += ["--global-batch-size=128", f"--batch-size={128 // both}"]
+    one = train(directory, options, "one", 1, *words)
     env = {}
     if options.cpu or options.ranks == 1:
         words.append("--distributed-backend=gloo")

@@ -106,24 +106,21 @@ def alone(function, paths: list[str]) -> float:
 
 
 class Loader:
-    """The trainer's loader. Calling it reads one epoch and returns the images per second.
+    """The trainer's loader. Calling it reads all files once and returns the images per second.
 
-    The constructor starts the workers and reads the first epoch.
+    The constructor starts the workers and reads the files a first time.
     """
 
     def __init__(self, cfg, dataset, files: int, workers: int):
         self.files = files
         cfg.num_workers = workers
-        cfg.global_batch_size = cfg.batch_size
-        self.epoch = 0
-        self.sampler = trainer.MicroBatchSampler(files, cfg, trainer.World())
-        dataset = torch.utils.data.Subset(dataset, range(files))
-        self.loader = trainer.get_dataloader(cfg, trainer.World(), dataset, self.sampler)
+        task = trainer.Task()
+        task.loader_options = lambda: {"persistent_workers": workers > 0}
+        micro_batches = [keys.tolist() for keys in torch.randperm(files).split(cfg.batch_size)]
+        self.loader = trainer.get_dataloader(task, cfg, trainer.World(), dataset, micro_batches)
         self()
 
     def __call__(self) -> float:
-        self.sampler.seek(self.epoch * self.sampler.steps_per_epoch)
-        self.epoch += 1
         began = time.perf_counter()
         images = sum(len(labels) for _, labels in self.loader)
         assert images == self.files

@@ -1,8 +1,6 @@
 """Start the ranks of a launch on this machine, as the launchers of this repository do."""
 
-import importlib.util
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,33 +11,6 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 # What scripts/guard.py sets for CPU ranks, for contestants that it does not start.
 MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=2147483647:glibc.malloc.mmap_max=0"}
-
-
-def apply_recipe(name: str, directory: Path) -> None:
-    """Apply docs/recipes/NAME.patch to a copy of the trainer."""
-    tool = ["git", "apply"] if shutil.which("git") else ["patch", "--quiet", "-p1", "-i"]
-    recipe = REPO / f"docs/recipes/{name}.patch"
-    subprocess.run([*tool, recipe], cwd=directory, check=True)
-
-
-def load_trainer(directory: Path, recipe: str = ""):
-    """Copy the trainer to a new directory, apply a recipe, if any, and import the copy."""
-    directory.mkdir(parents=True)
-    file = directory / "train_distributed.py"
-    file.write_bytes((REPO / file.name).read_bytes())
-    if recipe:
-        apply_recipe(recipe, directory)
-    spec = importlib.util.spec_from_file_location(directory.name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[directory.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-def repeated(loader):
-    """The batches of the loader, epoch after epoch."""
-    while True:
-        yield from loader
 
 
 def free_port() -> int:

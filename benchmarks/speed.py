@@ -6,7 +6,6 @@
     python benchmarks/speed.py --before OTHER_CHECKOUT --only ours
     python benchmarks/speed.py --gpu --ranks 1 --batch 256 --model resnet50 --dataset synthetic
     ... and --amp bf16, --compile; with --dataset imagefolder --data-dir DIR --workers 16
-    python benchmarks/speed.py --gpu --ranks 1 --compile --only limit ours --recipe cuda_graphs
 
 The contestants (benchmarks/contestants.py):
 
@@ -23,7 +22,6 @@ The contestants (benchmarks/contestants.py):
     timm          timm's loader, loss, optimizer and loop (the same)
     PEER+guard    each of these five, started with scripts/guard.py, like ours
     before        with --before DIR: `ours` of DIR/benchmarks/contestants.py
-    NAME          with --recipe NAME: `ours` with docs/recipes/NAME.patch
 
 All train the same network on the same data with the same optimizer. They alternate, so that a
 machine whose speed drifts affects all of them: compare the ratios. The output has medians over the
@@ -38,7 +36,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import signal
 import statistics
 import sys
@@ -49,7 +46,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import contestants
-from ranks import MALLOC, REPO, apply_recipe, run_ranks
+from ranks import MALLOC, REPO, run_ranks
 
 PEERS = ["template", "examples", "lightning", "accelerate", "timm"]
 NAMES = [*contestants.CONTESTANTS, *[f"{peer}+guard" for peer in PEERS]]
@@ -57,14 +54,14 @@ NAMES = [*contestants.CONTESTANTS, *[f"{peer}+guard" for peer in PEERS]]
 
 def launch(name: str, ranks: int, options) -> dict[str, float]:
     """Run one turn of a contestant in new processes."""
-    root, env = options.copies.get(name, REPO), {}
-    program = "ours" if name in options.copies else name.removesuffix("+guard")
+    root, env = options.before if name == "before" else REPO, {}
+    program = "ours" if name == "before" else name.removesuffix("+guard")
     words = [root / "benchmarks/contestants.py", program]
     guard = root / "scripts/guard.py"
     has_guard = program in ("ours", "reproducible") or name.endswith("+guard")
     if has_guard and guard.exists():
         words.insert(0, guard)
-    if name in ("limit", "sums", *options.copies) and not options.gpu:
+    if name in ("limit", "sums", "before") and not options.gpu:
         env = dict(MALLOC)  # the guard.py of an older copy does not set it
     if name == "bare":
         env = {"OMP_NUM_THREADS": "1" if ranks > 1 else None}  # as torchrun sets it
@@ -98,16 +95,6 @@ def write_mnist(root: Path, samples: int) -> None:
         times = samples // count + 1 if source.name.startswith("train") else 1
         head = data[:4] + (times * count).to_bytes(4, "big") + data[8:header]
         (root / "MNIST/raw" / source.name).write_bytes(head + times * data[header:])
-
-
-def copy_with_recipe(name: str, directory: Path) -> Path:
-    """What a contestant needs of this repository, with the recipe applied."""
-    copy = directory / name
-    for part in ("benchmarks", "scripts"):
-        shutil.copytree(REPO / part, copy / part)
-    shutil.copy(REPO / "train_distributed.py", copy)
-    apply_recipe(name, copy)
-    return copy
 
 
 def take_turns(names: list[str], ranks: int, options) -> tuple[dict[str, list], dict[str, str]]:
@@ -201,7 +188,6 @@ def parse_options() -> argparse.Namespace:
     add("--workers", type=int, default=2, help="loader processes per rank [2]")
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
     add("--before", type=Path, help="another checkout to compare with")
-    add("--recipe", help="the name of a recipe to compare with")
     add("--idle", action="store_true", help="also measure how long the GPU runs no kernel")
     add("--output", default="speed.png", help="bar chart; empty: none [speed.png]")
     options = parser.parse_args()
@@ -224,12 +210,8 @@ def parse_options() -> argparse.Namespace:
                 print(text, file=sys.stderr)
                 options.names.remove(name)
                 options.absent[name] = "not installed"
-    options.copies = {}  # name of a contestant: its copy of this repository
     if options.before:
         options.names.insert(0, "before")
-        options.copies["before"] = options.before
-    if options.recipe:
-        options.names.append(options.recipe)
     return options
 
 
@@ -249,8 +231,6 @@ def main() -> None:
             samples = contestants.needed(options.steps, options.batch, max(options.ranks))
             write_mnist(Path(directory), max(samples, 60_000))
             options.data_dir = directory
-        if options.recipe:
-            options.copies[options.recipe] = copy_with_recipe(options.recipe, Path(directory))
         ratios = {ranks: compare(options.names, ranks, options) for ranks in options.ranks}
     if options.failed:
         sys.exit(1)

@@ -14,11 +14,11 @@ a table of medians over the rounds. Each part is the time of the slowest rank:
     settings      configure_torch(): PyTorch imports torch._dynamo for it
     rendezvous    init_process_group()
     data          reading the data into memory
-    model         building the model and the optimizer
-    DDP           wrapping the model in DDP, with its first two passes
+    model         building the model
+    DDP           wrapping the loss in DDP, with a first backward pass
     first step    forward pass, backward pass and update
 
-With --compile, the first forward pass compiles: in DDP, or with one rank in the first step.
+With --compile, the first step compiles.
 """
 
 import argparse
@@ -35,8 +35,8 @@ FUNCTIONS = {  # functions of the trainer: the part that their time belongs to
     "configure_torch": "settings",
     "setup_distributed": "rendezvous",
     "open_data": "data",
-    "build_learner": "model",
-    "wrap_ddp": "DDP",
+    "build_model": "model",
+    "wrap": "DDP",
     "train_step": "first step",
 }
 PARTS = ["interpreter", "torch", "imports", "rank check", *FUNCTIONS.values()]

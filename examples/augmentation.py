@@ -4,7 +4,7 @@
     TRAIN_SCRIPT=examples/augmentation.py scripts/ssh/launch_singlenode.sh \
         configs/default_config.yaml 2 --checkpoint-dir runs/augmentation_2
 
-Shows random numbers in losses(). The trainer seeds PyTorch's generators for each micro-batch, so
+Shows random numbers in loss(). The trainer seeds PyTorch's generators for each micro-batch, so
 the shifts are the same on any number of ranks, and in a resumed run.
 """
 
@@ -31,11 +31,11 @@ def shifted(images: torch.Tensor) -> torch.Tensor:
 
 
 class ShiftedDigits(Task):
-    def losses(self, model, batch):
+    def loss(self, model, batch):
         images, labels = batch
         if model.training:
             images = shifted(images)
-        return super().losses(model, (images, labels))
+        return super().loss(model, (images, labels))
 
 
 if __name__ == "__main__":

@@ -46,8 +46,6 @@ class WithAverage(nn.Module):
 
 
 class AveragedWeights(Task):
-    sums = ("loss", "count", "correct", "ema_loss", "ema_count", "ema_correct")
-
     def add_options(self, parser):
         super().add_options(parser)
         parser.add_argument("--ema-decay", type=fraction, default=0.999, help="[0.999]")
@@ -60,21 +58,21 @@ class AveragedWeights(Task):
         optimizer.register_step_post_hook(model.update)
         return optimizer
 
-    def losses(self, model, batch):
-        if model.training:  # then model may be DDP, which has no .average
-            sums = super().losses(model, batch)
-            averaged = {"loss": 0.0, "count": 0, "correct": 0}
-        else:
-            sums = super().losses(model.model, batch)
-            averaged = super().losses(model.average, batch)
-        sums.update({f"ema_{name}": value for name, value in averaged.items()})
-        return sums
+    def loss(self, model, batch):
+        if model.training:
+            return super().loss(model, batch)
+        loss, sums = super().loss(model.model, batch)
+        average_loss, average_sums = super().loss(model.average, batch)
+        _, labels = batch
+        sums["ema_loss"] = average_loss * len(labels)  # a sum, as all values for report()
+        sums["ema_correct"] = average_sums["correct"]
+        return loss, sums
 
     def report(self, sums):
         values = super().report(sums)
-        if sums["ema_count"]:  # not in training
-            values["ema_loss"] = sums["ema_loss"] / sums["ema_count"]
-            values["ema_accuracy"] = sums["ema_correct"] / sums["ema_count"]
+        if "ema_loss" in sums:  # not in training
+            values["ema_loss"] = sums["ema_loss"] / sums["count"]
+            values["ema_accuracy"] = sums["ema_correct"] / sums["count"]
         return values
 
 

@@ -38,13 +38,13 @@ class SlowBackbone(FineTuning):
         return super().model(cfg).requires_grad_(True)
 
     def optimizer(self, cfg, model):
-        head = list(model.fc.parameters())
-        backbone = [p for name, p in model.named_parameters() if not name.startswith("fc.")]
+        resnet = model.network
+        head = list(resnet.fc.parameters())
+        backbone = [p for name, p in resnet.named_parameters() if not name.startswith("fc.")]
         groups = [{"params": head}, {"params": backbone, "lr": cfg.lr / 10}]
         return torch.optim.AdamW(groups, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
 
-    def lr_factor(self, cfg, step, steps_per_epoch):
-        epoch = step // steps_per_epoch
+    def lr_factor(self, cfg, epoch):
         passed = [text for text in cfg.milestones.split(",") if epoch >= int(text)]
         return 0.1 ** len(passed)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
 from train_distributed import (  # noqa: E402
+    Normalized,
     SimpleConvNet,
     Task,
     UserError,
@@ -27,7 +28,7 @@ from train_distributed import (  # noqa: E402
     read_mnist,
 )
 
-DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample/MNIST/raw"
+DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample"
 
 
 def write_sample(datasets, root: Path, train: int = 2000, test: int = 500) -> None:
@@ -35,21 +36,20 @@ def write_sample(datasets, root: Path, train: int = 2000, test: int = 500) -> No
     root.mkdir(parents=True)
     classes = datasets.ClassLabel(names=[str(digit) for digit in range(10)])
     features = datasets.Features({"image": datasets.Image(), "label": classes})
-    for name, part, samples in (("train", "train", train), ("test", "t10k", test)):
-        images, labels = read_mnist(DIGITS, part, channels=1, size=28).tensors
+    for part, samples in (("train", train), ("test", test)):
+        images, labels = read_mnist(DIGITS, part).tensors
         columns = {
             "image": [image.numpy() for image in images[:samples, 0]],
             "label": labels[:samples].tolist(),
         }
         digits = datasets.Dataset.from_dict(columns, features)
-        digits.to_parquet(root / f"{name}.parquet")
+        digits.to_parquet(root / f"{part}.parquet")
 
 
 class ParquetDigits(Task):
     def add_options(self, parser):
         switch = argparse.BooleanOptionalAction
-        add = parser.add_argument
-        add("--write-sample", action=switch, default=False, help="to --data-dir, if it is new")
+        parser.add_argument("--write-sample", action=switch, help="to --data-dir, if it is new")
 
     def data(self, cfg):
         datasets = import_package("datasets", "examples/huggingface.py")
@@ -64,16 +64,16 @@ class ParquetDigits(Task):
             part = datasets.Dataset.from_parquet(files, cache_dir=str(root / "cache"))
             parts.append(part.with_format("torch"))  # images uint8 [c, h, w]
         train, test = parts
-        self.spec = {"mean": [0.1307], "std": [0.3081]}  # of the pixels, from 0 to 1
-        self.spec["classes"] = train.features["label"].names
+        self.spec = {"classes": train.features["label"].names}
         return train, test
 
     def model(self, cfg):
         classes = len(self.spec["classes"])
-        return SimpleConvNet(channels=1, size=28, classes=classes, dropout=0.25)
+        network = SimpleConvNet(channels=1, size=28, classes=classes, dropout=0.25)
+        return Normalized(network, mean=[0.1307], std=[0.3081])
 
-    def losses(self, model, batch):
-        return super().losses(model, (batch["image"], batch["label"]))
+    def loss(self, model, batch):
+        return super().loss(model, (batch["image"], batch["label"]))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
 from train_distributed import (  # noqa: E402
+    Normalized,
     Task,
     UserError,
-    explain,
     image_folders,
     import_package,
     main,
@@ -32,14 +32,14 @@ from train_distributed import (  # noqa: E402
     read_mnist,
 )
 
-DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample/MNIST/raw"
+DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample"
 
 
 def write_sample(root: Path, train: int = 1000, val: int = 200) -> None:
     """Digits as ROOT/train/CLASS/NUMBER.png and ROOT/val/CLASS/NUMBER.png."""
     to_image = import_package("torchvision.transforms.functional", "--write-sample").to_pil_image
-    for folder, part, samples in (("train", "train", train), ("val", "t10k", val)):
-        images, labels = read_mnist(DIGITS, part, channels=1, size=28).tensors
+    for folder, part, samples in (("train", "train", train), ("val", "test", val)):
+        images, labels = read_mnist(DIGITS, part).tensors
         for number in range(samples):
             directory = root / folder / str(labels[number].item())
             directory.mkdir(parents=True, exist_ok=True)
@@ -61,35 +61,33 @@ class FineTuning(Task):
         root = Path(cfg.data_dir)
         if cfg.write_sample and not root.exists():
             write_sample(root)
-        with explain(f"cannot read the images; are they in {root}?", OSError):
-            train, test = image_folders(root, cfg.image_size)
+        train, test = image_folders(root, cfg.image_size)
         self.weights = cfg.weights
-        # The means and standard deviations of ImageNet's pixels, from 0 to 1.
-        self.spec = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-        self.spec["classes"] = train.classes
+        self.spec = {"classes": train.classes}
         return train, test
 
     def model(self, cfg):
         models = import_package("torchvision.models", "this example")
-        with explain(f"cannot load --resnet {cfg.resnet} --weights {cfg.weights}",
-                     ValueError, KeyError, OSError):  # fmt: skip
-            model = models.get_model(cfg.resnet, weights=self.weights)
-        if not isinstance(model, models.ResNet):
+        try:
+            resnet = models.get_model(cfg.resnet, weights=self.weights)
+        except (ValueError, KeyError, OSError) as error:
+            text = f"cannot load --resnet {cfg.resnet} --weights {cfg.weights}"
+            raise UserError(f"{text} ({error})") from None
+        if not isinstance(resnet, models.ResNet):
             raise UserError(f"--resnet {cfg.resnet} is not a ResNet: take resnet18 or resnet50")
-        model.requires_grad_(False)
-        model.layer4.requires_grad_(True)  # the last blocks
-        model.fc = nn.Linear(model.fc.in_features, len(self.spec["classes"]))
+        resnet.requires_grad_(False)
+        resnet.layer4.requires_grad_(True)  # the last blocks
+        resnet.fc = nn.Linear(resnet.fc.in_features, len(self.spec["classes"]))
+        # Of ImageNet's pixels, from 0 to 1.
+        model = Normalized(resnet, mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
         return model.to(memory_format=torch.channels_last)
 
-    def losses(self, model, batch):
+    def loss(self, model, batch):
         images, labels = batch
-        logits = self.predict(model, images)
+        logits = model(images)
         smoothing = 0.1 if model.training else 0.0
-        loss = nn.functional.cross_entropy(
-            logits, labels, reduction="sum", label_smoothing=smoothing
-        )
-        correct = (logits.argmax(1) == labels).sum()
-        return {"loss": loss, "count": len(labels), "correct": correct}
+        loss = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
 
 if __name__ == "__main__":

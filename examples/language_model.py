@@ -6,7 +6,7 @@
         configs/default_config.yaml 2 --data-dir docs --optimizer adamw --lr 0.003 \
         --checkpoint-dir runs/language_model_2
 
-Shows tokens as input, losses per token, and other metrics. --data-dir holds .txt or .md files; the
+Shows tokens as input, a loss per token, and other metrics. --data-dir holds .txt or .md files; the
 last tenth of their text is the test set.
 """
 
@@ -24,7 +24,7 @@ LENGTH = 64  # tokens that the model sees
 
 
 class TinyGpt(nn.Module):
-    """Tokens int64 [b, t], t <= LENGTH -> logits of the next tokens [b, t, 256]."""
+    """Bytes [b, t], t <= LENGTH -> logits of the next bytes [b, t, 256]."""
 
     def __init__(self, width: int = 64, layers: int = 2):
         super().__init__()
@@ -36,7 +36,7 @@ class TinyGpt(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]
-        x = self.token(tokens) + self.position.weight[:length]  # [b, t, width]
+        x = self.token(tokens.long()) + self.position.weight[:length]  # [b, t, width]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
         return self.head(self.blocks(x, mask, is_causal=True))
 
@@ -58,22 +58,17 @@ class LanguageModel(Task):
     def model(self, cfg):
         return TinyGpt()
 
-    def predict(self, model, tokens):
-        """Bytes [b, t] -> logits of the next bytes [b, t, 256]"""
-        return model(tokens.long())
-
-    def losses(self, model, batch):
+    def loss(self, model, batch):
         (pieces,) = batch  # [b, LENGTH + 1]
         targets = pieces[:, 1:].long()
-        logits = self.predict(model, pieces[:, :-1])
+        logits = model(pieces[:, :-1])
         # Flat, because cross_entropy() of more dimensions is not deterministic on a GPU.
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        correct = (logits.argmax(-1) == targets).sum()
-        return {"loss": loss, "count": targets.numel(), "correct": correct}
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss, {"correct": (logits.argmax(-1) == targets).sum()}
 
     def report(self, sums):
         loss = sums["loss"] / sums["count"]
-        accuracy = sums["correct"] / sums["count"]
+        accuracy = sums["correct"] / (sums["count"] * LENGTH)  # "count" is of the pieces
         return {"loss": loss, "bits_per_byte": loss / math.log(2), "accuracy": accuracy}
 
     def blocks(self, model):

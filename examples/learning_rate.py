@@ -4,12 +4,11 @@
     TRAIN_SCRIPT=examples/learning_rate.py scripts/ssh/launch_singlenode.sh \
         configs/default_config.yaml 2 --lr-base-batch-size 64 --checkpoint-dir runs/learning_rate_2
 
-Shows lr_factor(), which is a function of the step alone, so a resumed run needs no state of a
+Shows lr_factor(), which is a function of the epoch alone, so a resumed run needs no state of a
 scheduler. With --lr-base-batch-size B, --lr is the rate for a global batch of B samples, and grows
 in proportion to the global batch (Goyal et al., arXiv:1706.02677).
 """
 
-import math
 import sys
 from pathlib import Path
 
@@ -32,16 +31,13 @@ class OtherSchedule(Task):
                 group["lr"] *= cfg.global_batch_size / cfg.lr_base_batch_size
         return optimizer
 
-    def lr_factor(self, cfg, step, steps_per_epoch):
-        warmup = round(cfg.warmup_epochs * steps_per_epoch)
-        last = cfg.epochs * steps_per_epoch
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
+    def lr_factor(self, cfg, epoch):
+        factor = super().lr_factor(cfg, epoch)  # linear warm-up, then a cosine from 1 to 0
+        if epoch < cfg.warmup_epochs:
+            return factor
         if cfg.schedule == "constant":
             return 1.0
-        done = (step - warmup) / max(1, last - warmup)
-        cosine = (1 + math.cos(math.pi * done)) / 2  # from 1 to 0
-        return cfg.min_lr_factor + (1 - cfg.min_lr_factor) * cosine
+        return cfg.min_lr_factor + (1 - cfg.min_lr_factor) * factor
 
 
 if __name__ == "__main__":

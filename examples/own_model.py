@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
-from train_distributed import Task, main, positive_int, read_mnist  # noqa: E402
+from train_distributed import Normalized, Task, main, positive_int, read_mnist  # noqa: E402
 
-DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample/MNIST/raw"
+DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample"
 
 
 class Mlp(nn.Module):
@@ -45,14 +45,11 @@ class DigitsMlp(Task):
         parser.add_argument("--width", type=positive_int, default=256, help="hidden units [256]")
 
     def data(self, cfg):
-        # Mean and standard deviation of the pixels, from 0 to 1: Task.predict() normalizes images.
-        self.spec = {"mean": [0.1307], "std": [0.3081]}
-        train = read_mnist(DIGITS, "train", channels=1, size=28)
-        test = read_mnist(DIGITS, "t10k", channels=1, size=28)
-        return train, test
+        return read_mnist(DIGITS, "train"), read_mnist(DIGITS, "test")
 
     def model(self, cfg):
-        return Mlp(cfg.width)
+        # Mean and standard deviation of the pixels, from 0 to 1.
+        return Normalized(Mlp(cfg.width), mean=[0.1307], std=[0.3081])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
         configs/default_config.yaml 2 --optimizer adamw --lr 0.01 --batch-size 16 \
         --checkpoint-dir runs/segmentation_2
 
-Shows a loss per pixel where the number of valid pixels varies: losses() returns their count as a
+Shows a loss per pixel where the number of valid pixels varies: loss() returns it as "count", a
 tensor. The sums of each class give the mean IoU (intersection over union) of the whole test set.
 The file draws its own images; pixels at the edge of a shape have the label IGNORED.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
-from train_distributed import InMemoryDataset, Task, main  # noqa: E402
+from train_distributed import InMemoryDataset, Normalized, Task, main  # noqa: E402
 
 CLASSES = ["background", "disk", "square"]
 IGNORED = 255
@@ -41,20 +41,15 @@ def draw_shapes(samples: int, seed: int, size: int = 32) -> InMemoryDataset:
 
 
 class Segmentation(Task):
-    sums = ("loss", "count", "correct")
-    sums += tuple(f"both_{name}" for name in CLASSES)  # pixels predicted as the class and of it
-    sums += tuple(f"either_{name}" for name in CLASSES)
-
     def add_options(self, parser):
         pass  # none of the options of Task
 
     def data(self, cfg):
-        self.spec = {"mean": [0.3], "std": [0.2]}  # of the pixels, from 0 to 1
         return draw_shapes(2000, seed=0), draw_shapes(500, seed=1)
 
     def model(self, cfg):
         """Images [b, 1, h, w] -> logits [b, classes, h, w]"""
-        return nn.Sequential(
+        network = nn.Sequential(
             nn.Conv2d(1, 16, 3, stride=2, padding=1),  # [b, 16, h / 2, w / 2]
             nn.ReLU(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1),  # [b, 32, h / 4, w / 4]
@@ -66,25 +61,28 @@ class Segmentation(Task):
             nn.Conv2d(32, 16 * len(CLASSES), 1),
             nn.PixelShuffle(4),  # [b, classes, h, w]
         )
+        return Normalized(network, mean=[0.3], std=[0.2])
 
-    def losses(self, model, batch):
+    def loss(self, model, batch):
         images, masks = batch
-        logits = self.predict(model, images)
+        logits = model(images)
         # Flat, because cross_entropy() of more dimensions is not deterministic on a GPU.
         flat_logits = logits.movedim(1, -1).flatten(0, 2)  # [pixels, classes]
         labels = masks.flatten()  # [pixels]
-        loss = nn.functional.cross_entropy(
+        total = nn.functional.cross_entropy(
             flat_logits, labels, reduction="sum", ignore_index=IGNORED
         )
         valid = labels != IGNORED
+        count = valid.sum()
+        loss = total / count.clamp(min=1)  # the mean of no pixels would be NaN
         predicted = flat_logits.argmax(1)
-        values = {"loss": loss, "count": valid.sum(), "correct": (predicted == labels).sum()}
+        sums = {"count": count, "correct": (predicted == labels).sum()}
         for number, name in enumerate(CLASSES):
             is_predicted = predicted == number
             is_labeled = labels == number
-            values[f"both_{name}"] = (is_predicted & is_labeled).sum()
-            values[f"either_{name}"] = ((is_predicted | is_labeled) & valid).sum()
-        return values
+            sums[f"both_{name}"] = (is_predicted & is_labeled).sum()  # pixels
+            sums[f"either_{name}"] = ((is_predicted | is_labeled) & valid).sum()
+        return loss, sums
 
     def report(self, sums):
         ious = [sums[f"both_{name}"] / max(1, sums[f"either_{name}"]) for name in CLASSES]

@@ -5,10 +5,11 @@
     TRAIN_SCRIPT=examples/simclr.py scripts/ssh/launch_singlenode.sh \
         configs/default_config.yaml 2 --optimizer adamw --lr 0.003 --checkpoint-dir runs/simclr_2
 
-Shows a loss that compares the samples of all ranks (across_ranks): each view of an image should be
-most similar to the other view of the same image, among the views of the micro-batches of all ranks
-(Chen et al., arXiv:2002.05709). So the loss depends on --batch-size x ranks: on twice as many
-ranks, halve --batch-size to compare with as many images.
+Shows a loss that compares the samples of all ranks: each view of an image should be most similar to
+the other view of the same image, among the views of the micro-batches of all ranks (Chen et al.,
+arXiv:2002.05709). So the loss depends on --batch-size x ranks: on twice as many ranks, halve
+--batch-size to compare with as many images. An evaluation compares the views of one micro-batch
+only: its last round has none for some ranks, which could not take part.
 """
 
 import sys
@@ -20,15 +21,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
 from examples.augmentation import shifted  # noqa: E402
-from train_distributed import (  # noqa: E402
-    InMemoryDataset,
-    SimpleConvNet,
-    Task,
-    main,
-    read_mnist,
-)
+from train_distributed import Normalized, SimpleConvNet, Task, UserError, main, read_mnist  # noqa: E402
 
-DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample/MNIST/raw"
+DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample"
 TEMPERATURE = 0.2
 FEATURES = 32
 
@@ -58,36 +53,38 @@ def random_view(images: torch.Tensor) -> torch.Tensor:
 
 
 class Contrastive(Task):
-    across_ranks = True
-
     def add_options(self, parser):
         pass  # none of the options of Task
 
     def data(self, cfg):
-        self.spec = {"mean": [0.1307], "std": [0.3081]}  # of the pixels, from 0 to 1
-        train = read_mnist(DIGITS, "train", channels=1, size=28)
-        test = read_mnist(DIGITS, "t10k", channels=1, size=28)
-        return InMemoryDataset(train.tensors[0]), InMemoryDataset(test.tensors[0])
+        return read_mnist(DIGITS, "train"), read_mnist(DIGITS, "test")
 
     def model(self, cfg):
         """Images [b, 1, 28, 28] -> features [b, FEATURES]"""
-        return SimpleConvNet(channels=1, size=28, classes=FEATURES, dropout=0.0)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if cfg.reproducible:
+            raise UserError("the loss depends on the number of ranks: --reproducible is impossible")
+        if cfg.global_batch_size % (ranks * cfg.batch_size) != 0:
+            needs = f"a --global-batch-size that is a multiple of {ranks * cfg.batch_size}"
+            raise UserError(f"{ranks} ranks need equally many micro-batches: set {needs}")
+        network = SimpleConvNet(channels=1, size=28, classes=FEATURES, dropout=0.0)
+        return Normalized(network, mean=[0.1307], std=[0.3081])
 
-    def losses(self, model, batch):
-        (images,) = batch
-        # One call of the model for both views: DDP expects one per backward pass.
+    def loss(self, model, batch):
+        images, _ = batch  # without labels
         views = torch.cat([random_view(images), random_view(images)])
-        own = F.normalize(self.predict(model, views).float())  # [2b, FEATURES]
-        every = AllGather.apply(own) if dist.is_initialized() else own
+        own = F.normalize(model(views).float())  # [2b, FEATURES]
+        every, first = own, 0
+        if model.training and dist.is_initialized():
+            every = AllGather.apply(own)
+            first = dist.get_rank() * len(own)
         similarity = own @ every.T / TEMPERATURE
-        first = dist.get_rank() * len(own) if dist.is_initialized() else 0
         row = torch.arange(len(own), device=own.device)
         itself = first + row
         partner = first + (row + len(images)) % len(own)
         similarity = similarity.scatter(1, itself.unsqueeze(1), float("-inf"))
-        loss = F.cross_entropy(similarity, partner, reduction="sum")
-        correct = (similarity.argmax(1) == partner).sum()
-        return {"loss": loss, "count": len(own), "correct": correct}
+        correct = (similarity.argmax(1) == partner).sum() / 2  # of two views of each image
+        return F.cross_entropy(similarity, partner), {"correct": correct}
 
 
 if __name__ == "__main__":

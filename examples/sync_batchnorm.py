@@ -6,9 +6,8 @@
         configs/default_config.yaml 2 --model resnet18 --image-size 32 --batch-size 4 \
         --checkpoint-dir runs/sync_batchnorm_2
 
-Shows a model whose forward pass exchanges data with the other ranks: across_ranks gives all ranks
-equally many micro-batches. For few samples per GPU. Several ranks need a GPU each. The results
-depend on the number of ranks.
+Shows a model whose forward pass exchanges data with the other ranks: so they need equally many
+micro-batches. For few samples per GPU. The results depend on the number of ranks.
 """
 
 import sys
@@ -23,11 +22,13 @@ from train_distributed import Task, UserError, main  # noqa: E402
 
 
 class SyncedStatistics(Task):
-    across_ranks = True
-
     def model(self, cfg):
-        if dist.is_initialized() and not torch.accelerator.is_available():
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks > 1 and not torch.accelerator.is_available():
             raise UserError("SyncBatchNorm needs a GPU for each rank: start a single process")
+        if cfg.reproducible or cfg.global_batch_size % (ranks * cfg.batch_size) != 0:
+            needs = f"a --global-batch-size that is a multiple of {ranks * cfg.batch_size}"
+            raise UserError(f"SyncBatchNorm on {ranks} ranks needs {needs}, and no --reproducible")
         return nn.SyncBatchNorm.convert_sync_batchnorm(super().model(cfg))
 
 

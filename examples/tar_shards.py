@@ -25,15 +25,14 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
-from train_distributed import SimpleConvNet, Task, explain, main, read_mnist  # noqa: E402
+from train_distributed import Normalized, SimpleConvNet, Task, UserError, main, read_mnist  # noqa: E402
 
-DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample/MNIST/raw"
+DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample"
 
 
 def write_sample(root: Path) -> None:
     root.mkdir(parents=True)
-    train = read_mnist(DIGITS, "train", channels=1, size=28)
-    test = read_mnist(DIGITS, "t10k", channels=1, size=28)
+    train, test = read_mnist(DIGITS, "train"), read_mnist(DIGITS, "test")
     write_shard(root / "train-0.tar", *train[:1000])
     write_shard(root / "train-1.tar", *train[1000:2000])
     write_shard(root / "test-0.tar", *test[:500])
@@ -55,7 +54,7 @@ class TarShards(Dataset):
     """The samples of all shards: (uint8 [1, h, w], label)."""
 
     def __init__(self, shards: list[Path]):
-        self.samples = []  # (name, {suffix: (shard, offset, size)})
+        self.samples: list[dict] = []  # {suffix: (shard, offset, size)}
         self.files: dict = {}
         for shard in shards:
             places: dict = {}  # of the members with the same key
@@ -64,13 +63,13 @@ class TarShards(Dataset):
                     key, _, suffix = member.name.rpartition(".")
                     place = (str(shard), member.offset_data, member.size)
                     places.setdefault(key, {})[suffix] = place
-            self.samples += [(f"{shard}: {key}", parts) for key, parts in places.items()]
+            self.samples += places.values()
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        _, places = self.samples[index]
+        places = self.samples[index]
         image = Image.open(io.BytesIO(self.read(*places["png"])))
         label = int(self.read(*places["txt"]))
         return torch.from_numpy(np.array(image)).unsqueeze(0), label
@@ -85,21 +84,22 @@ class TarShards(Dataset):
 class DigitShards(Task):
     def add_options(self, parser):
         switch = argparse.BooleanOptionalAction
-        add = parser.add_argument
-        add("--write-sample", action=switch, default=False, help="to --data-dir, if it is new")
+        parser.add_argument("--write-sample", action=switch, help="to --data-dir, if it is new")
 
     def data(self, cfg):
         root = Path(cfg.data_dir)
         if cfg.write_sample and not root.exists():
             write_sample(root)
-        self.spec = {"mean": [0.1307], "std": [0.3081]}  # of the pixels, from 0 to 1
-        with explain(f"cannot read the shards in {root}", OSError, tarfile.TarError):
+        try:
             train = TarShards(sorted(root.glob("train-*.tar")))
             test = TarShards(sorted(root.glob("test-*.tar")))
+        except (OSError, tarfile.TarError) as error:
+            raise UserError(f"cannot read the shards in {root} ({error})") from None
         return train, test
 
     def model(self, cfg):
-        return SimpleConvNet(channels=1, size=28, classes=10, dropout=0.25)
+        network = SimpleConvNet(channels=1, size=28, classes=10, dropout=0.25)
+        return Normalized(network, mean=[0.1307], std=[0.3081])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ Usage: python scripts/compare_runs.py A B
 
 A and B are two run directories, two files metrics.jsonl, or two checkpoints (.pt).
 
-Records of the same kind and step are compared, bit for bit, except for the fields time,
-samples_per_second and evaluation_seconds; NaN equals NaN. If a file has two records of a step, the
-last one counts. A record is a mean over the steps since the one before it: compare runs with the
-same --log-every-steps.
+Records of the same kind and step are compared, bit for bit, except for the fields time and
+samples_per_second; NaN equals NaN. If a file has two records of a step, the last one counts. A
+record is a mean over the steps since the one before it: compare runs with the same
+--log-every-steps.
 
 Of two checkpoints, all tensors and all other values except the options are compared, bit for bit.
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 # What the trainer records in metrics.jsonl that differs between equal runs.
-NOT_COMPARED = ("kind", "step", "time", "samples_per_second", "evaluation_seconds")
+NOT_COMPARED = ("kind", "step", "time", "samples_per_second")
 LONGEST = 200  # characters of a value to print
 
 

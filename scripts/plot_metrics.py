@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-NOT_METRICS = re.compile(r"kind|step|time|epoch|lr(_\d+)?|samples_per_second|evaluation_seconds")
+NOT_METRICS = re.compile("kind|step|time|epoch|lr|samples_per_second")
 COLUMNS = 3  # panels side by side at most
 MAX_RANKS = 10**6
 NEVER = 10**11  # seconds since 1970: no attempt ends later
@@ -70,14 +70,15 @@ class Run:
         except OSError as error:
             text = f"{directory} is not the --checkpoint-dir of a run ({error.strerror})"
             raise UserError(text) from None
+        last = {}  # after a crash, a step has two records: the last one counts
         for record in records:
-            step = record.get("step")
-            if not isinstance(step, int) or not is_number(step):
-                continue  # of another program
-            if record.get("kind") == "train":
-                self.train.append(record)
-            elif record.get("kind") == "epoch":
-                self.epochs.append(record)
+            step, kind = record.get("step"), record.get("kind")
+            is_ours = isinstance(step, int) and is_number(step)
+            if is_ours and kind in ("train", "epoch"):
+                last[step, kind] = record
+        for step, kind in sorted(last):
+            of_kind = self.train if kind == "train" else self.epochs
+            of_kind.append(last[step, kind])
         if not self.metrics():
             raise UserError(f"{path} has no records yet")
         self.attempts = read_attempts(directory)

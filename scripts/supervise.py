@@ -29,7 +29,7 @@ The attempt log, attempts.jsonl in the run directory, has one line per attempt: 
 start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, events (those of
 EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
-hang, NaN, weights differ, disk, configuration, port, in use, replaced, exception.
+hang, NaN, weights differ, disk, configuration, port, in use, exception.
 ON_EVENT, a shell command, is run after each attempt. It finds the line of the attempt log on its
 standard input and in the variable EVENT, with two more fields: run_dir and next, which is finish,
 stop, requeue, restart, or why supervise.py gives up. It may take 10 s.
@@ -76,7 +76,7 @@ from typing import NamedTuple
 NO_PROGRESS = 3  # crashes in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 NO_CRASH = ("finished", "stopped", "ended")
-WOULD_REPEAT = ("configuration", "NaN", "replaced", "in use")
+WOULD_REPEAT = ("configuration", "NaN", "in use")
 # What the training writes: these are numbers.
 STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends

@@ -453,7 +453,7 @@ def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
         ("TOO_MANY_RESTARTS", "TOO_MANY_RESTARTS", {"cause": "disk", "restarts": 5}),
         ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "NaN", "signals": ["SIGTERM"]}),
         ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "configuration"}),
-        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "replaced"}),
+        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "in use"}),
         ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "killed", "signals": ["SIGINT"]}),
         ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "hang", "signals": ["SIGTERM", "SIGINT"]}),
         ("REQUEUE", "STOP_REQUESTED", {"cause": "exception", "signals": ["SIGUSR1"]}),
