@@ -210,7 +210,9 @@ class Task:
 
     def wrap(self, loss: LossOf) -> nn.Module:
         """What exchanges the gradients of several ranks in the backward pass."""
-        return DistributedDataParallel(loss, gradient_as_bucket_view=True, broadcast_buffers=False)
+        ddp = DistributedDataParallel(loss, gradient_as_bucket_view=True)
+        ddp.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
+        return ddp
 
 
 def read_mnist(root: Path, part: str, size: int = 28) -> InMemoryDataset:
@@ -1299,6 +1301,7 @@ class Saver:
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running")
+            self.delete_old(name)
         except UserError as error:
             if self.has_failed or is_last:
                 raise
@@ -1306,6 +1309,9 @@ class Saver:
             log(f"WARNING: {error}; training continues", sys.stderr)
         self.last_save = time.monotonic()
         (self.directory / "SAVE").unlink(missing_ok=True)
+
+    def delete_old(self, name: str):
+        """Keep only the newest checkpoints, among them the one with this name."""
         others = [path for path in checkpoints_in(self.directory) if path.name != name]
         others.sort(key=os.path.getmtime)
         for old in others[: max(0, len(others) + 1 - self.cfg.keep)]:
@@ -1432,6 +1438,7 @@ FREE_OPTIONS |= {"checkpoint_every_steps", "save_minutes", "nodes", "gpus_per_no
 FREE_OPTIONS |= {"distributed_backend", "hang_timeout"}
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "dataset", "model", "image_size"}
+FIXED_OPTIONS |= {"optimizer"}
 
 
 class UserError(Exception):
@@ -1573,7 +1580,7 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     given, _ = files.parse_known_args(argv)
     if given.evaluate:
         saved = load_checkpoint(Path(given.evaluate))["config"]
-        parser.set_defaults(**saved)
+        parser.set_defaults(**saved | {"nodes": None, "gpus_per_node": None})
     words = read_config(given.config, parser) if given.config else []
     return parser.parse_args(words + argv)
 
