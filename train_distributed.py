@@ -484,13 +484,16 @@ def recompute_activations(block: nn.Module, is_compiled: bool):
 
 @contextmanager
 def statistics_kept(block: nn.Module):
-    """BatchNorm does not update its running statistics: not a second time."""
-    norms = [m for m in block.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
-    for norm in norms:
-        norm.track_running_stats = False
-    yield
-    for norm in norms:
-        norm.track_running_stats = True
+    """BatchNorm updates copies of its running statistics, which are then dropped."""
+    norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
+    buffers = [(norm, name, value) for norm in norms for name, value in norm.named_buffers()]
+    for norm, name, value in buffers:
+        setattr(norm, name, value.clone())
+    try:
+        yield
+    finally:  # a recomputation ends with an exception as soon as it has what is needed
+        for norm, name, value in buffers:
+            setattr(norm, name, value)
 
 
 def set_training_mode(model: nn.Module):
