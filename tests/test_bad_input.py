@@ -272,26 +272,3 @@ def test_an_own_script_shows_its_name_and_docstring(tmp_path):
     printed = run("--help").stdout
     assert printed.startswith("usage: my_train.py ") and "\nTrain my network.\n" in printed
     assert run("--epochs=0").stderr.startswith("my_train.py: error: argument --epochs: ")
-
-
-DATA_FAILS_ON_RANK_0 = """if True:
-    import os, time
-    from multiprocessing.util import Finalize
-    import train_distributed as trainer
-
-    class Failing(trainer.Task):
-        def data(self, cfg):
-            if os.environ["RANK"] == "0":
-                # This process ends later than rank 1, which is told, and does not see it.
-                Finalize(None, time.sleep, [5], exitpriority=0)
-                raise KeyError("no such column")
-            return super().data(cfg)
-
-    task = Failing()
-"""
-
-
-@pytest.mark.long
-def test_an_exception_on_rank_0_alone_ends_the_other_ranks_too(tmp_path, tiny):
-    run = launch(tmp_path / "run", 2, *tiny, before=DATA_FAILS_ON_RANK_0)
-    assert (run.codes[1], run.err[1]) == (2, "")

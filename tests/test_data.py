@@ -1,17 +1,13 @@
 """The data sets: reading, augmentation, and which rank downloads."""
 
-import gzip
-import hashlib
-import http.server
 import os
 import random
 import shutil
-import threading
 
 import numpy as np
 import pytest
 import torch
-from harness import REPO, SHARED_MNIST, assert_same_state, launch, train, write_mnist
+from harness import assert_same_state, launch, train
 
 import train_distributed
 from train_distributed import InMemoryDataset, Normalized, SeededDataset, UserError, World
@@ -32,20 +28,6 @@ def test_image_files_resume_bitwise_with_other_workers_and_ranks(tmp_path, image
     assert_same_state(run.newest(), untouched.newest())
     ours, theirs = ([r["test_loss"] for r in x.records("epoch")] for x in (run, untouched))
     assert ours == theirs and len(ours) == 2
-
-
-def test_augmentation_depends_on_epoch_and_sample_not_on_the_worker(images):
-    cfg = train_distributed.parse_config(options(images))
-    folders = train_distributed.Task().data(cfg)
-    data, plain = (SeededDataset(folder, cfg.seed) for folder in folders)
-    n = len(folders[0])
-    torch.manual_seed(1)
-    first = data[5][0]
-    torch.manual_seed(2)
-    assert torch.equal(first, data[5][0])
-    assert not torch.equal(first, data[n + 5][0]), "another epoch should have another crop"
-    assert data[n + 5][1] == folders[0].samples[5][1]
-    assert torch.equal(plain[5][0], plain[len(folders[1]) + 5][0])
 
 
 def test_an_image_that_does_not_decode_is_named(tmp_path, images):
@@ -244,89 +226,6 @@ def test_floats_and_bytes_are_normalized_alike_and_gray_becomes_color():
     assert layer.state_dict() == {}
 
 
-def test_synthetic_images_train_a_torchvision_model_without_a_test_set(tmp_path):
-    small = ["--image-size=32", "--batch-size=320", "--epochs=1"]
-    run = train(tmp_path / "run", 2, "--dataset=synthetic", "--model=resnet18", *small)
-    (epoch,) = run.records("epoch")
-    assert epoch["step"] == 2 and "test_loss" not in epoch
-
-
-class CountingServer(http.server.ThreadingHTTPServer):
-    """Serves the four gzipped files of a small MNIST and records the requests."""
-
-    def __init__(self, root):
-        self.files = {
-            f"/{path.name}.gz": gzip.compress(path.read_bytes(), mtime=0)
-            for path in (root / "MNIST/raw").iterdir()
-        }
-        self.asked: list[str] = []
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.server.files[self.path])
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = CountingServer(write_mnist(tmp_path / "source", train=203, test=103))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def use(server) -> str:
-    """Point torchvision at the test's server, with the MD5 sums of its files."""
-    address = f"http://127.0.0.1:{server.server_address[1]}/"
-    sums = [(n[1:], hashlib.md5(content).hexdigest()) for n, content in server.files.items()]
-    return (
-        "from torchvision.datasets import MNIST;"
-        f"MNIST.mirrors = [{address!r}]; MNIST.resources = {sums!r}"
-    )
-
-
-def test_one_process_downloads_and_the_others_wait(tmp_path, server):
-    options = ["--dataset=mnist", f"--data-dir={tmp_path}/data", "--stop-at-step=1"]
-    train(tmp_path / "run", 3, *options, "--batch-size=8", before=use(server))
-    # torchvision asks for each file twice: once to follow redirects, once to read it.
-    assert sorted(server.asked) == sorted(2 * list(server.files))
-    train(tmp_path / "again", 3, *options, "--batch-size=8", before=use(server))
-    assert len(server.asked) == 8, "existing files should not be downloaded again"
-
-
-def test_a_download_with_another_checksum_is_refused(tmp_path, server):
-    good = use(server)
-    name = next(iter(server.files))
-    server.files[name] = server.files[name][:-1] + b"?"
-    options = ["--dataset=mnist", f"--data-dir={tmp_path}/data", "--batch-size=8"]
-    result = launch(tmp_path / "run", 2, *options, before=good)
-    assert result.codes[0] == 2 and result.err[1] == ""
-    assert f"error: cannot read MNIST in {tmp_path}/data: is --data-dir right?" in result.err[0]
-    assert "File not found or corrupted" in result.err[0]
-
-
-def test_the_shipped_sample_is_mnist():
-    """Every 10th training and every 5th test digit, as data/README.md says."""
-    if not SHARED_MNIST.exists():
-        pytest.skip(f"all of MNIST is not at {SHARED_MNIST}")
-    for name, every in (("train", 10), ("t10k", 5)):
-        for kind, header, size in (("images-idx3", 16, 784), ("labels-idx1", 8, 1)):
-            file = f"MNIST/raw/{name}-{kind}-ubyte"
-            whole = np.fromfile(SHARED_MNIST / file, np.uint8)[header:].reshape(-1, size)
-            sample = np.fromfile(REPO / "data/mnist_sample" / file, np.uint8)[header:]
-            assert np.array_equal(sample.reshape(-1, size), whole[::every])
-
-
 def test_data_that_is_divided_at_random_is_the_same_on_all_ranks():
     class Divided(train_distributed.Task):
         def data(self, cfg):
@@ -343,18 +242,6 @@ def test_data_that_is_divided_at_random_is_the_same_on_all_ranks():
     assert drawn[0] == drawn[1]
 
 
-def workers_of_a_rank(cores: int, ranks_here: int, bound_to: int, monkeypatch) -> int:
-    """How many loader workers a rank starts for files by default."""
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(bound_to)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
-    cfg = train_distributed.parse_config([])
-    world = World(0, ranks_here, torch.device("cpu"))
-    files = torch.utils.data.TensorDataset(torch.zeros(4))
-    task = train_distributed.Task()
-    return train_distributed.get_dataloader(task, cfg, world, files, [[0, 1]]).num_workers
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 @pytest.mark.parametrize(
     ("cores", "ranks_here", "bound_to", "workers"),
@@ -366,4 +253,29 @@ def workers_of_a_rank(cores: int, ranks_here: int, bound_to: int, monkeypatch) -
     ],
 )
 def test_a_rank_has_one_loader_worker_per_core(monkeypatch, cores, ranks_here, bound_to, workers):
-    assert workers_of_a_rank(cores, ranks_here, bound_to, monkeypatch) == workers
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(bound_to)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    assert train_distributed.cores_of_rank() == workers
+
+
+DOWNLOAD = """if True:
+    import os, pathlib, time
+    import train_distributed as trainer
+
+    class Downloads(trainer.Task):
+        def data(self, cfg):
+            file = pathlib.Path(cfg.checkpoint_dir) / "downloaded"
+            if os.environ["RANK"] == "0":
+                assert not file.exists()
+                time.sleep(1)
+                file.touch()
+            assert file.exists()
+            return super().data(cfg)
+
+    task = Downloads()
+"""
+
+
+def test_rank_0_downloads_and_the_others_wait(tmp_path, tiny):
+    train(tmp_path / "run", 3, *tiny, "--stop-at-step=1", before=DOWNLOAD)

@@ -1,11 +1,7 @@
 """Metrics: sums over micro-batches and ranks, in which every sample counts once."""
 
-import json
-
 import pytest
 from harness import train
-
-from train_distributed import describe
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +54,3 @@ def test_records_do_not_depend_on_when_the_ranks_exchange_them(tmp_path, tiny):
                     theirs.pop(timed, None)
                 assert ours == theirs
     assert [record["step"] for record in usual.records("train")] == [5, 10, 13]
-
-
-def test_half_a_record_does_not_disturb_a_resumed_run(tmp_path, tiny):
-    run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=2")
-    with (run.directory / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')
-    train(tmp_path / "run", 1, *tiny, "--stop-at-step=5")
-    lines = (run.directory / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["step"] == 5
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"loss": 0.0904621, "accuracy": 0.97431}, "loss 0.090462, accuracy 0.97431"),
-        ({"loss": 1.5e11, "top_5": 2.5e-30}, "loss 1.5e+11, top_5 2.5e-30"),
-    ],
-)
-def test_metrics_are_printed_for_people(values, expected):
-    assert describe(values) == expected

@@ -1,7 +1,6 @@
 """Every option does what it says, in real processes (gloo)."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +197,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     assert (cfg.epochs, cfg.batch_size, cfg.lr, cfg.seed) == (4, 16, 0.001, 42)
     assert (cfg.amp, cfg.compile, cfg.nodes) == ("off", True, None)
     assert not parse_config([*words, "--no-compile"]).compile
+    assert parse_config(["--save-dir=x"]).checkpoint_dir == "x"
 
 
 class Own(Task):
@@ -213,10 +213,6 @@ def test_a_config_file_sets_the_options_of_a_task(tmp_path):
     assert (cfg.epochs, cfg.width) == (3, 16) and not hasattr(cfg, "model")
     with pytest.raises(UserError, match="required: --width"):
         parse_config([], Own())
-
-
-def test_save_dir_is_another_name_for_checkpoint_dir():
-    assert parse_config(["--save-dir=x"]).checkpoint_dir == "x"
 
 
 def test_default_config_documents_every_key_and_changes_nothing():
@@ -286,17 +282,3 @@ def test_init_takes_the_weights_that_fit_and_names_the_others(tmp_path, tiny, pl
     assert torch.equal(ours["model"]["network.fc1.weight"], theirs["model"]["network.fc1.weight"])
     again = train(tmp_path / "run", 2, *still, "--stop-at-step=3", before=ANOTHER_HEAD)
     assert "at step 2, to step 3\n" in again.out[0]
-
-
-def test_tf32_and_deterministic_are_set(monkeypatch):
-    asked = SimpleNamespace()
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: setattr(asked, "d", on))
-    monkeypatch.setattr(
-        torch, "set_float32_matmul_precision", lambda name: setattr(asked, "p", name)
-    )
-    for options, expected in (
-        ([], (False, "high")),
-        (["--no-tf32", "--deterministic"], (True, "highest")),
-    ):
-        train_distributed.configure_torch(parse_config(options))
-        assert (asked.d, asked.p) == expected
