@@ -210,9 +210,7 @@ class Task:
 
     def wrap(self, loss: LossOf) -> nn.Module:
         """What exchanges the gradients of several ranks in the backward pass."""
-        ddp = DistributedDataParallel(loss, gradient_as_bucket_view=True)
-        ddp.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
-        return ddp
+        return DistributedDataParallel(loss, gradient_as_bucket_view=True)
 
 
 def read_mnist(root: Path, part: str, size: int = 28) -> InMemoryDataset:
@@ -827,6 +825,7 @@ def wrap(task, cfg, world, model) -> nn.Module:
         return loss_of
     wrapped = task.wrap(loss_of)
     if isinstance(wrapped, DistributedDataParallel):
+        wrapped.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
         settle_buckets(wrapped)
     return wrapped
 
