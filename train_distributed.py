@@ -482,13 +482,16 @@ def recompute_activations(block: nn.Module, is_compiled: bool):
 
 @contextmanager
 def statistics_kept(block: nn.Module):
-    """BatchNorm does not update its running statistics: not a second time."""
-    norms = [m for m in block.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
-    for norm in norms:
-        norm.track_running_stats = False
-    yield
-    for norm in norms:
-        norm.track_running_stats = True
+    """BatchNorm updates copies of its running statistics, which are then dropped."""
+    norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
+    buffers = [(norm, name, value) for norm in norms for name, value in norm.named_buffers()]
+    for norm, name, value in buffers:
+        setattr(norm, name, value.clone())
+    try:
+        yield
+    finally:  # a recomputation ends with an exception as soon as it has what is needed
+        for norm, name, value in buffers:
+            setattr(norm, name, value)
 
 
 def set_training_mode(model: nn.Module):
@@ -1302,6 +1305,7 @@ class Saver:
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running")
+            self.delete_old(name)
         except UserError as error:
             if self.has_failed or is_last:
                 raise
@@ -1309,6 +1313,9 @@ class Saver:
             log(f"WARNING: {error}; training continues", sys.stderr)
         self.last_save = time.monotonic()
         (self.directory / "SAVE").unlink(missing_ok=True)
+
+    def delete_old(self, name: str):
+        """Keep only the newest checkpoints, among them the one with this name."""
         others = [path for path in checkpoints_in(self.directory) if path.name != name]
         others.sort(key=os.path.getmtime)
         for old in others[: max(0, len(others) + 1 - self.cfg.keep)]:
@@ -1577,7 +1584,7 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     given, _ = files.parse_known_args(argv)
     if given.evaluate:
         saved = load_checkpoint(Path(given.evaluate))["config"]
-        parser.set_defaults(**saved)
+        parser.set_defaults(**saved | {"nodes": None, "gpus_per_node": None})
     words = read_config(given.config, parser) if given.config else []
     return parser.parse_args(words + argv)
 

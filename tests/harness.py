@@ -36,7 +36,6 @@ LONG = os.environ.get("FAULTS") == "long"  # tests/run.sh --long
 FOREVER = "--epochs=1000000"
 BF16_PRODUCT = "import torch; a = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(a, a)"
 BF16_PRODUCT = [sys.executable, "-c", BF16_PRODUCT]
-SHARED_MNIST = REPO.parent / "shared" / "data"
 OLD_PYTHONS = Path.home().glob(".pyenv/versions/3.[67].*/bin/python")  # if there are any
 OLD_PYTHONS = sorted(map(str, OLD_PYTHONS))
 LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)|RANK$|WORLD_SIZE$")

@@ -1,18 +1,25 @@
 """Damaged checkpoints are named and skipped; nothing that was saved is lost."""
 
-from types import SimpleNamespace
+import fcntl
+import os
+import signal
+import threading
 
 import pytest
 import torch
-from harness import assert_same_state, launch, train
-
-import train_distributed as trainer
+from harness import FOREVER, assert_same_state, launch, train, wait_for_step, wait_until
 
 
-def flip(path):
+def damage(path):
+    """Flip a bit in a weight: PyTorch loads the file without an error."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    weight = load(path)["model"]["network.fc1.weight"].numpy().tobytes()
+    content[content.index(weight) + 1000] ^= 1
     path.write_bytes(content)
+
+
+def load(path) -> dict:
+    return torch.load(path, weights_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -22,153 +29,195 @@ def straight(tmp_path_factory, tiny):
 
 def test_the_newest_intact_checkpoint_is_used_and_the_run_ends_the_same(tmp_path, tiny, straight):
     """faults/test_damage.py tries other kinds of damage."""
-    options = [*tiny, "--epochs=3"]
-    damaged = tmp_path / "run" / "checkpoint_epoch_2.pt"
-    train(tmp_path / "run", 2, *options, "--stop-at-step=26")
-    flip(damaged)
-    run = train(tmp_path / "run", 2, *options)
-    assert run.err[0].startswith(f"WARNING: skipped: {damaged} on ")
-    assert run.err[0].count("\n") == 1 and "is damaged or not a checkpoint (" in run.err[0]
-    assert f"Resuming from {tmp_path}/run/checkpoint_epoch_1.pt at step 13" in run.out[0]
-    for name in ("checkpoint_epoch_2", "checkpoint_epoch_3"):
-        assert_same_state(run.checkpoint(name), straight.checkpoint(name))
-    assert len(run.records("train")) == len(straight.records("train"))
+    options = [*tiny, "--epochs=3", "--checkpoint-every-steps=6", "--keep=9"]
+    run = train(tmp_path / "run", 2, *options, "--stop-at-step=24").directory
+    damage(run / "checkpoint_step_24.pt")
+    cut_off = run / "checkpoint_step_18.pt"
+    cut_off.write_bytes(cut_off.read_bytes()[:-1000])
+    (run / "checkpoint_epoch_1.pt").unlink()
+    (run / ".checkpoint_step_30.pt.tmp").write_text("half written when it was killed")
+    result = train(run, 2, *options)
+    warnings = result.err[0].splitlines()
+    assert len(warnings) == 2
+    assert warnings[0].startswith(f"WARNING: skipped: {cut_off} is damaged, or of another ")
+    text = f"WARNING: skipped: {run}/checkpoint_step_24.pt is damaged (network.fc1.weight)"
+    assert warnings[1] == text
+    assert f"Resuming from {run}/checkpoint_step_12.pt at step 12" in result.out[0]
+    assert_same_state(result.checkpoint("checkpoint_epoch_3"), straight.newest())
+    assert not list(run.glob(".*.tmp"))
 
 
-def test_when_all_are_damaged_the_run_does_not_start_over_by_itself(tmp_path, tiny):
-    run = train(tmp_path / "run", 1, *tiny, "--epochs=2")
-    for path in run.directory.glob("*.pt"):
-        flip(path)
-    result = launch(tmp_path / "run", 1, *tiny, "--epochs=2")
-    assert result.codes == [2]
-    assert result.err[0].count("WARNING: skipped: ") == 2
-    assert f"error: no intact checkpoint in {run.directory}" in result.err[0].splitlines()[-1]
-
-
-def test_a_checkpoint_that_was_asked_for_and_is_damaged_is_refused(tmp_path, tiny):
+def test_when_all_are_damaged_the_run_does_not_start_over(tmp_path, tiny):
     run = train(tmp_path / "run", 1, *tiny, "--epochs=1")
-    flip(run.directory / "checkpoint_epoch_1.pt")
-    file = f"--resume={run.directory}/checkpoint_epoch_1.pt"
-    result = launch(tmp_path / "other", 1, *tiny, "--epochs=2", file)
+    file = run.directory / "checkpoint_epoch_1.pt"
+    damage(file)
+    result = launch(tmp_path / "run", 1, *tiny, "--epochs=1")
     assert result.codes == [2]
-    assert "checkpoint_epoch_1.pt on " in result.err[0] and " is damaged" in result.err[0]
+    assert f"error: no intact checkpoint in {run.directory}: " in result.err[0].splitlines()[-1]
+    result = launch(tmp_path / "other", 1, *tiny, "--epochs=1", f"--resume={file}")
+    assert result.codes == [2]
+    assert f"error: --resume {file} is damaged (network.fc1.weight)" in result.err[0]
 
 
-def test_a_half_written_file_is_deleted_and_a_deleted_checkpoint_does_not_matter(tmp_path, tiny):
-    run = train(tmp_path / "run", 1, *tiny, "--epochs=2")
-    (run.directory / "checkpoint_epoch_2.pt").unlink()
-    ours = [".checkpoint_epoch_3.pt.node-1.77.tmp", ".status.json.node-1.77.tmp"]
-    of_others = [".checkpoint_best.pt.node-1.77.tmp", ".checkpoint_epoch_3.pt.tmp", "notes.tmp"]
-    for name in ours + of_others:
-        (run.directory / name).write_text("half written when it was killed")
-    run = train(tmp_path / "run", 1, *tiny, "--epochs=3")
-    assert "checkpoint_epoch_1.pt at step 26" in run.out[0] and run.err == [""]
-    left = {path.name for path in run.directory.glob("*.tmp")}
-    assert left == set(of_others)
-
-
-def test_a_checkpoint_holds_plain_types_and_its_position(tmp_path, tiny):
-    state = train(tmp_path / "run", 1, *tiny, "--stop-at-step=3").newest()  # with weights_only
-    assert (state["name"], state["global_step"]) == ("checkpoint_step_3", 3)
-    assert state["config"]["batch_size"] == 8 and state["config"]["seed"] == 42
-    assert (state["task"], state["samples"], state["optimizer_class"]) == ("Task", 203, "SGD")
-    assert len(state["spec"]["classes"]) == 10 and state["optimizer_groups"] == [8]
-
-
-def test_half_a_record_in_the_metrics_is_dropped(tmp_path, tiny):
-    run = train(tmp_path / "run", 1, *tiny, "--batch-size=64", "--epochs=1")
-    with (run.directory / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')
-    run = train(tmp_path / "run", 1, *tiny, "--batch-size=64", "--epochs=2")
-    assert [record["epoch"] for record in run.records("epoch")] == [1, 2]
-
-
-# Automatic saves as often as possible; rank 0 crashes after a step.
-HURRY = """
+# Rank 0 crashes after a step.
+CRASH = """
 import os, time, train_distributed as trainer
-trainer.FIRST_AUTO_SECONDS = 0.0
-trainer.MIN_AUTO_SECONDS = 0.0
-trainer.AUTO_SHARE = 1.0
-def train_step(run, batches, sums, inner=trainer.train_step):
-    inner(run, batches, sums)
+def train_step(cfg, world, *more, inner=trainer.train_step):
+    inner(cfg, world, *more)
     time.sleep(0.05)
-    if run.state.step == {last} and os.environ.get("RANK", "0") == "0":
+    if more[-2] == 22 and world.rank == 0:
         os._exit(1)
 trainer.train_step = train_step
 """
 
 
-def test_automatic_saves_replace_one_another_and_a_crash_loses_little(tmp_path, tiny, straight):
-    options = [*tiny, "--epochs=3", "--keep=1"]
-    crashed = launch(tmp_path / "run", 2, *options, before=HURRY.format(last=22))
+def test_timed_saves_and_a_crash_loses_little(tmp_path, tiny, straight):
+    options = [*tiny, "--epochs=3", "--save-minutes=0", "--keep=2"]
+    crashed = launch(tmp_path / "run", 2, *options, before=CRASH)
     assert crashed.codes[0] == 1
-    assert crashed.checkpoints() == {"checkpoint_auto", "checkpoint_epoch_1"}
-    step = crashed.checkpoint("checkpoint_auto")["global_step"]
-    assert 13 < step <= 22
+    assert len(crashed.checkpoints()) == 2 and 13 < crashed.newest()["state"]["step"] <= 22
     resumed = train(tmp_path / "run", 2, *options)
-    assert f"checkpoint_auto.pt at step {step}" in resumed.out[0]
-    assert resumed.checkpoints() == {"checkpoint_epoch_3"}
+    assert "Resuming from " in resumed.out[0]
     assert_same_state(resumed.newest(), straight.newest())
+    by_hand = launch(tmp_path / "10 minutes", 2, *tiny, "--epochs=3", before=CRASH)
+    assert by_hand.checkpoints() == {"checkpoint_epoch_1"}
 
 
-def test_with_checkpoint_every_steps_there_are_no_automatic_saves(tmp_path, tiny):
-    options = [*tiny, "--epochs=1", "--checkpoint-every-steps=1000"]
-    crashed = launch(tmp_path / "run", 2, *options, before=HURRY.format(last=8))
-    assert crashed.checkpoints() == set()
+def test_a_file_save_saves_and_training_continues(tmp_path, tiny):
+    run = tmp_path / "run"
+
+    def save_then_stop(processes):
+        wait_for_step(run, 5)
+        (run / "SAVE").touch()
+        wait_until(lambda: not (run / "SAVE").exists(), "nothing was saved")
+        assert len(list(run.glob("checkpoint_step_*.pt"))) == 1
+        (run / "STOP").touch()
+
+    result = train(run, 2, *tiny, "--epochs=500", "--keep=1000", during=save_then_stop)
+    saved, last = sorted(load(path)["state"]["step"] for path in run.glob("checkpoint_step_*.pt"))
+    assert saved < last == result.status()["saved_step"]
+    assert "(STOP file), saved in" in result.out[0]
 
 
-@pytest.mark.parametrize(("seconds", "interval"), [(0.01, 10), (0.1, 10), (0.5, 50), (30, 3000)])
-def test_automatic_saves_take_one_percent_of_the_time(tmp_path, monkeypatch, seconds, interval):
-    """Seconds that a save takes -> seconds until the next. The first comes after a minute."""
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: clock.now)
+FAILING_DISK = """if True:
+    import os
+    failures = [1] * {count}
 
-    def save_file(content):
-        clock.now += seconds
+    def fsync(file, inner=os.fsync):
+        if failures and ".checkpoint_step_" in os.readlink(f"/proc/self/fd/{{file}}"):
+            failures.pop()
+            raise OSError(28, "No space left on device")
+        inner(file)
 
-    writer, learner = writer_that_saves(tmp_path, monkeypatch, save_file)
-    for wait in (60, interval, interval):
-        clock.now += wait - 0.001
-        assert not writer.auto_save_due()
-        clock.now += 0.002
-        assert writer.auto_save_due()
-        writer.save(trainer.State(step=5), learner, automatic=True)
+    os.fsync = fsync
+"""
 
 
-def test_an_automatic_save_leaves_a_request_to_save(tmp_path, monkeypatch):
-    """A file SAVE that was made while the ranks agreed on the automatic save."""
-    (tmp_path / "SAVE").touch()
-    writer, learner = writer_that_saves(tmp_path, monkeypatch, lambda content: None)
-    writer.save(trainer.State(step=5), learner, automatic=True)
-    assert (tmp_path / "SAVE").exists()
-    writer.save(trainer.State(step=6), learner)
-    assert not (tmp_path / "SAVE").exists()
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_failed_save_is_a_warning_once_and_an_error_the_second_time(tmp_path, tiny, failures):
+    options = [*tiny, "--checkpoint-every-steps=5", "--keep=1"]
+    train(tmp_path / "run", 1, *options, "--stop-at-step=5")
+    before = FAILING_DISK.format(count=failures)
+    run = launch(tmp_path / "run", 1, *options, "--stop-at-step=18", before=before)
+    text = f"cannot write {run.directory}/checkpoint_step_{{}}.pt; is the disk full? "
+    text += "([Errno 28] No space left on device)"
+    warning, *rest = run.err[0].splitlines()
+    assert warning == f"WARNING: {text.format(10)}; training continues"
+    if failures == 1:
+        assert (run.codes, rest, run.checkpoints()) == ([0], [], {"checkpoint_step_18"})
+    else:
+        assert (run.codes, run.checkpoints()) == ([2], {"checkpoint_step_5"})
+        assert rest == [f"train_distributed.py: error: {text.format(15)}"]
+    assert not list(run.directory.glob(".*.tmp"))
 
 
-def test_automatic_saves_that_fail_become_rarer_and_do_not_end_the_run(
-    tmp_path, monkeypatch, capsys
-):
-    def fail(content):
-        raise trainer.UserError("is the disk full?", "disk")
+ODD_OPTIMIZER = """if True:
+    import fractions
+    import train_distributed as trainer
 
-    writer, learner = writer_that_saves(tmp_path, monkeypatch, fail)
-    intervals = []
-    for step in range(1, 6):
-        writer.save(trainer.State(step=step), learner, automatic=True)
-        intervals.append(round(writer.auto_interval))
-    assert intervals == [20, 40, 80, 160, 320]
-    assert capsys.readouterr().err.count("training continues") == 5
+    class Odd(trainer.Task):
+        def optimizer(self, cfg, model):
+            optimizer = super().optimizer(cfg, model)
+            optimizer.param_groups[0]["share"] = fractions.Fraction(1, 3)
+            return optimizer
+
+    task = Odd()
+"""
 
 
-def writer_that_saves(directory, monkeypatch, save_file):
-    """(a CheckpointWriter that calls save_file(content), a learner for its save())"""
-    monkeypatch.setattr(
-        trainer.CheckpointWriter, "save_file", lambda self, content: save_file(content)
-    )
-    content = lambda self, name, *_: {"name": name, "model": {}}  # noqa: E731
-    monkeypatch.setattr(trainer.CheckpointWriter, "content", content)
-    run_directory = trainer.RunDirectory(str(directory))
-    sampler = SimpleNamespace(steps_per_epoch=100)
-    cfg = trainer.parse_config([])
-    writer = trainer.CheckpointWriter(run_directory, cfg, trainer.World(), {}, sampler, 0)
-    return writer, SimpleNamespace(model=torch.nn.Linear(1, 1))
+def test_the_first_save_is_read_back(tmp_path, tiny):
+    """A state that torch.load() refuses is reported before hours of training are lost."""
+    options = [*tiny, "--checkpoint-every-steps=5"]
+    run = launch(tmp_path / "run", 1, *options, before=ODD_OPTIMIZER)
+    assert run.codes == [2]
+    warning, error = run.err[0].splitlines()
+    assert "checkpoint_step_5.pt is damaged, or of another version" in warning
+    assert "fractions.Fraction" in warning and "checkpoint_step_10.pt" in error
+
+
+NOT_FINITE = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class NotFinite(trainer.Task):
+        calls = 0
+
+        def model(self, cfg):
+            model = super().model(cfg)
+            model.unused = torch.nn.Parameter(torch.ones(3))
+            return model
+
+        def loss(self, model, batch):
+            self.calls += 1
+            if self.calls == 7:
+                model.unused.data[1] = float("inf")
+            return super().loss(model, batch)
+
+    task = NotFinite()
+"""
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, tiny):
+    options = [*tiny, "--checkpoint-every-steps=5"]
+    run = launch(tmp_path / "run", 1, *options, before=NOT_FINITE)
+    assert run.codes == [2] and run.checkpoints() == {"checkpoint_step_5"}
+    text = "error: checkpoint_step_10.pt not saved: the weights are not finite; lower --lr\n"
+    assert run.err[0].endswith(text)
+
+
+def test_a_second_process_is_refused_and_the_first_is_named(tmp_path, tiny):
+    seen = []
+
+    def during(processes):
+        wait_for_step(tmp_path / "run", 3)
+        soon = "import train_distributed; train_distributed.LOCK_SECONDS = 2"
+        seen.append(launch(tmp_path / "run", 2, *tiny, "--epochs=1", before=soon))
+        seen.append(processes[0].pid)
+        os.kill(processes[1].pid, signal.SIGTERM)
+
+    first = train(tmp_path / "run", 2, *tiny, FOREVER, during=during)
+    second, pid = seen
+    assert second.codes[0] == 2 and first.status()["state"] == "stopped"
+    owner = f"{tmp_path}/run is in use by process {pid} on {os.uname().nodename}: "
+    assert f"{owner}waiting for its end, up to 2 s\n" in second.out[0]
+    remedy = "stop that process, or choose another --checkpoint-dir"
+    assert second.err[0] == f"train_distributed.py: error: {owner}{remedy}\n"
+
+
+def test_the_end_of_another_process_is_waited_for(tmp_path, tiny):
+    run = tmp_path / "run"
+    run.mkdir()
+    owner = os.open(run / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    timer = threading.Timer(3, os.close, [owner])
+    timer.start()
+    result = train(run, 2, *tiny, "--stop-at-step=2")
+    assert "waiting for its end, up to 120 s\n" in result.out[0]
+
+
+def test_a_checkpoint_holds_plain_types_and_its_position(straight):
+    content = straight.newest()  # with weights_only
+    assert content["state"]["step"] == 39 and content["config"]["global_batch_size"] == 16
+    assert (content["task"], content["samples"]) == ("Task", 203)
+    assert len(content["spec"]["classes"]) == 10
+    assert content["digests"].keys() == content["model"].keys()

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from harness import (
     HAS_NVIDIA_DRIVER,
     REPO,
@@ -52,51 +51,49 @@ def test_a_run_resumes_bitwise(tmp_path, tiny, options):
     assert_same_state(resumed.checkpoint("checkpoint_epoch_1"), untouched.newest())
 
 
-# A single rank has neither a process group nor DDP, unless this adds them.
-WITH_NCCL = """if True:
-    import torch.distributed as dist, train_distributed as trainer
+def on_one_gpu(directory, ranks: int, *options):
+    """Several ranks of NCCL on a single GPU: each takes the others for those of other nodes."""
 
-    def setup_distributed(cfg, inner=trainer.setup_distributed):
-        world = inner(cfg)
-        dist.init_process_group("nccl", device_id=world.device)
-        return world
+    def env(rank):
+        return GPUS | {"NCCL_HOSTID": f"node{rank}"}
 
-    def open_run(task, cfg, world, inner=trainer.open_run):
-        run = inner(task, cfg, world)
-        trainer.wrap_ddp(run)
-        return run
+    command = [REPO / "train_distributed.py", f"--checkpoint-dir={directory}", *options]
+    run = run_ranks(ranks, *command, directory=directory, env=env, timeout=400)
+    assert run.codes == [0] * ranks, run.err
+    assert "nccl" in run.out[0]
+    return run
 
-    def all_reduce(self, world, flags=(), inner=trainer.ExactSums.all_reduce):
-        dist.all_reduce(self.digits)
-        return inner(self, world, flags)
 
-    trainer.setup_distributed, trainer.open_run = setup_distributed, open_run
-    trainer.ExactSums.all_reduce = all_reduce
+def test_ranks_that_share_a_gpu_resume_bitwise_and_reproducibly(tmp_path, tiny):
+    options = [*tiny, "--epochs=1", "--deterministic", "--global-batch-size=24"]
+    untouched = on_one_gpu(tmp_path / "untouched", 2, *options)
+    on_one_gpu(tmp_path / "run", 2, *options, "--stop-at-step=5")
+    resumed = on_one_gpu(tmp_path / "run", 2, *options)
+    assert_same_state(resumed.newest(), untouched.newest())
+    options += ["--reproducible"]
+    one, three = (on_one_gpu(tmp_path / str(n), n, *options) for n in (1, 3))
+    assert_same_state(one.newest(), three.newest())
+    test_loss = untouched.records("epoch")[0]["test_loss"]
+    assert three.records("epoch")[0]["test_loss"] == pytest.approx(test_loss, rel=1e-2)
+
+
+WARN_OF_WAITS = """if True:
+    import torch
+    import train_distributed as trainer
+
+    def train_step(*arguments, inner=trainer.train_step):
+        torch.cuda.set_sync_debug_mode("warn" if arguments[-2] > 2 else "default")  # the step
+        inner(*arguments)
+        torch.cuda.set_sync_debug_mode("default")
+
+    trainer.train_step = train_step
 """
 
 
-def test_one_rank_with_ddp_over_nccl_ends_with_the_weights_of_a_plain_process(tmp_path, tiny):
-    """But for rounding: fused optimizers round differently if DDP's buckets misalign gradients."""
-    options = [*tiny, "--epochs=1", "--deterministic"]
-    plain = train(tmp_path / "plain", 1, *options, env=GPUS)
-    run = tmp_path / "nccl"
-    command = [REPO / "train_distributed.py", f"--checkpoint-dir={run}", *options]
-    launched = run_ranks(1, *command, before=WITH_NCCL, directory=run, env=lambda rank: GPUS)
-    assert launched.codes == [0], launched.err[0]
-    ours = launched.checkpoint("checkpoint_epoch_1")
-    theirs = plain.checkpoint("checkpoint_epoch_1")
-    assert ours["global_step"] == theirs["global_step"]
-    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-4, atol=1e-6)
-    test_loss = plain.records("epoch")[0]["test_loss"]
-    assert launched.records("epoch")[0]["test_loss"] == pytest.approx(test_loss, rel=1e-4)
-
-
-def test_two_ranks_that_share_a_gpu_end_with_the_weights_of_one(tmp_path, tiny):
-    options = [*tiny, "--epochs=1", "--reproducible", "--global-batch-size=16"]
-    one = train(tmp_path / "one", 1, *options, env=GPUS)
-    options += ["--distributed-backend=gloo"]
-    two = train(tmp_path / "two", 2, *options, env=GPUS)
-    assert_same_state(two.newest(), one.newest())
+def test_a_step_waits_for_the_gpu_only_at_an_exchange(tmp_path, tiny):
+    """PyTorch warns of each operation that waits."""
+    run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=9", before=WARN_OF_WAITS, env=GPUS)
+    assert "called a synchronizing" not in run.err[0], run.err[0]
 
 
 SAME_GPU = """

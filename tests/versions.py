@@ -23,7 +23,7 @@ TEST_PACKAGES = "pytest", "pytest-timeout", "tensorboard", "datasets"
 RECIPES = "async_checkpoint_that async_checkpoint_writes cuda_graphs fsdp profiler slow_links"
 FEATURES = {  # feature: tests, by the beginnings of their names
     "training on 1, 2, 3 and 4 ranks": """test_setup.py::test_plain_python
-        test_world_sizes.py::test_losses_agree test_world_sizes.py::test_accumulated_gradients""",
+        test_world_sizes.py::test_every_step test_loss.py::test_the_steps_are_those""",
     "exact resume": """test_resume.py::test_stopped_and_resumed test_resume.py::test_uneven_ranks
         test_checkpoints.py::test_the_newest_intact""",
     "resume on another number of ranks": """test_world_sizes.py::test_resuming_on_other
@@ -37,7 +37,7 @@ FEATURES = {  # feature: tests, by the beginnings of their names
         faults/test_kills.py::test_loader faults/test_stop.py::test_loader
         faults/test_hang.py::test_a_crash_ends""",
     "stop signals, run lock": """faults/test_stop.py::test_a_signal_to_any_rank
-        faults/test_lock.py::test_a_second_job""",
+        test_checkpoints.py::test_a_second_process""",
     "examples": "test_examples.py::",
     "recipes": " ".join(f"test_recipes.py::test_{name}" for name in RECIPES.split()),
     "`guard.py`": """test_guard.py::test_a_hang test_guard.py::test_a_rank_that_works_alone

@@ -1,0 +1,151 @@
+"""Task.loss(): what it returns is trained as a loop of one's own would, on any number of ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import launch, train
+
+import train_distributed as trainer
+
+# A loss over some of the samples, as over the tokens or pixels that are not masked.
+MASKED = """if True:
+    import torch.nn.functional as F
+    import train_distributed as trainer
+
+    class Masked(trainer.Task):
+        def loss(self, model, batch):
+            images, labels = batch
+            valid = labels < 5
+            logits = model(images)
+            losses = F.cross_entropy(logits, labels, reduction="none") * valid
+            correct = (logits.argmax(1) == labels) & valid
+            count = valid.sum()
+            return losses.sum() / count.clamp(min=1), {"count": count, "correct": correct.sum()}
+
+    task = Masked()
+"""
+
+
+def mean_loss(logits, labels):
+    return F.cross_entropy(logits, labels)
+
+
+def mean_loss_of_some(logits, labels):
+    valid = labels < 5
+    return F.cross_entropy(logits[valid], labels[valid])
+
+
+def trained_by_hand(options, run, loss_of) -> dict:
+    """The weights that the loop of a tutorial ends with, if it gets the samples of this run."""
+    cfg = trainer.parse_config(options)
+    task = trainer.Task()
+    train_set, _ = task.data(cfg)
+    model = trainer.build_model(task, cfg, trainer.World()).train()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=cfg.weight_decay)
+    rates = {record["step"]: record["lr"] for record in run.records("train")}
+    for step, micro_batches in sorted(run.samples().items()):
+        images, labels = train_set[[i for ids in micro_batches.values() for i in ids]]
+        optimizer.param_groups[0]["lr"] = rates[step + 1]
+        optimizer.zero_grad()
+        loss_of(model(images), labels).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 24), (1, 8), (2, 12), (3, 6)])
+@pytest.mark.parametrize(("before", "loss_of"), [("", mean_loss), (MASKED, mean_loss_of_some)])
+def test_the_steps_are_those_of_a_loop_written_by_hand(
+    tmp_path, tiny, ranks, batch, before, loss_of
+):
+    options = [*tiny, f"--batch-size={batch}", "--global-batch-size=24", "--dropout=0"]
+    options += ["--warmup-epochs=0", "--stop-at-step=3"]
+    run = train(tmp_path / "run", ranks, *options, record=True, before=before)
+    expected = trained_by_hand(options, run, loss_of)
+    for name, weight in run.newest()["model"].items():
+        torch.testing.assert_close(weight, expected[name], atol=2e-6, rtol=0, msg=name)
+
+
+PARTS = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class Parts(trainer.Task):
+        def loss(self, model, batch):
+            assert isinstance(model, trainer.Normalized)
+            loss, sums = super().loss(model, batch)
+            # Not the forward pass of the model, but the weights of a part of it.
+            return loss + 0.1 * model.network.conv1(batch[0] / 255).square().mean(), sums
+
+    task = Parts()
+"""
+
+
+def test_loss_gets_the_plain_model_on_any_number_of_ranks(tmp_path, tiny):
+    options = [*tiny, "--global-batch-size=16", "--stop-at-step=3"]
+    one, two = (train(tmp_path / str(n), n, *options, before=PARTS) for n in (1, 2))
+    for name, weight in one.newest()["model"].items():
+        ours = two.newest()["model"][name]
+        torch.testing.assert_close(ours, weight, atol=2e-6, rtol=0, msg=name)
+
+
+NAN = """if True:
+    import os
+    import train_distributed as trainer
+
+    class Nan(trainer.Task):
+        calls = 0
+
+        def loss(self, model, batch):
+            loss, sums = super().loss(model, batch)
+            self.calls += 1
+            if self.calls == {call} and os.environ.get("RANK", "0") == "{rank}":
+                loss = loss * float("nan")
+            return loss, sums
+
+    task = Nan()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_steps(tmp_path, tiny, ranks):
+    """It is not counted as 0. Nothing that it may have ruined is saved."""
+    before = NAN.format(call=6, rank=ranks - 1)
+    run = launch(tmp_path / "run", ranks, *tiny, "--checkpoint-every-steps=4", before=before)
+    assert run.codes[0] == 2
+    text = "error: the loss is not finite in the steps 6 to 6: lower --lr, or set --clip-grad-norm"
+    assert text in run.err[0] and run.err[0].count("\n") == 1
+    assert run.checkpoints() == {"checkpoint_step_4"}
+
+
+def test_a_loss_that_is_not_finite_in_the_evaluation_ends_the_run(tmp_path, tiny):
+    before = NAN.format(call=26 + 2, rank=0)
+    run = launch(tmp_path / "run", 1, *tiny, "--epochs=1", before=before)
+    assert run.codes == [2] and "the loss is not finite in the evaluation" in run.err[0]
+
+
+FROZEN = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class Frozen(trainer.Task):
+        def model(self, cfg):
+            model = super().model(cfg)
+            part = model.network.layer1
+            part[0].bn1 = torch.nn.BatchNorm2d(64, affine=False)
+            part.requires_grad_(False)
+            model.network.bn1.requires_grad_(False)
+            return model
+
+    task = Frozen()
+"""
+
+
+def test_frozen_batch_norm_keeps_its_statistics(tmp_path, tiny):
+    """Also without parameters of its own."""
+    options = [*tiny, "--model=resnet18", "--image-size=32", "--stop-at-step=2"]
+    model = train(tmp_path / "run", 2, *options, before=FROZEN).newest()["model"]
+    for name in ("bn1", "layer1.0.bn1", "layer1.1.bn2"):
+        assert not model[f"network.{name}.running_mean"].any(), name
+        assert model[f"network.{name}.num_batches_tracked"] == 0
+    assert model["network.layer2.0.bn1.running_mean"].any()
+    assert model["network.layer2.0.bn1.num_batches_tracked"] == 2
