@@ -684,6 +684,7 @@ def test_simclr_has_the_same_test_metrics_in_another_evaluation(trained):
 SMALL_RESNET = ["--dataset=synthetic", "--image-size=32", "--model=resnet18", "--stop-at-step=2"]
 
 
+@pytest.mark.long
 def test_sync_batchnorm_computes_the_statistics_of_all_ranks(tmp_path):
     run = partial(train, "sync_batchnorm", before=SYNC_BATCHNORM_ON_CPU)
     whole = run(1, tmp_path / "whole", *SMALL_RESNET, "--batch-size=8")

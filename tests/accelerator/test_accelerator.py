@@ -105,7 +105,8 @@ def test_it_refuses_what_cuda_refuses(library):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=long), 2])
+@long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_no_step_waits_and_the_weights_are_those_of_the_cpu(tmp_path, tiny, accelerators, ranks):
     options = [*tiny, FOUR_MICRO_BATCHES, ONE_EPOCH]
     ours = accelerators.train(tmp_path / "device", ranks, *options)

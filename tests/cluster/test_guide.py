@@ -23,6 +23,7 @@ from harness import (
 from hosts import HERE, down_at_exit
 from pages import blocks, commands, commands_of, difference
 
+pytestmark = pytest.mark.long
 REWRITE = "REWRITE_GUIDE" in os.environ
 GUIDE = REPO / "docs" / "LAUNCH_GUIDE.md"
 SECTION = re.compile(r"(?ms)^## (.*?)$(.*?)(?=^## |\Z)")

@@ -61,8 +61,8 @@ TRAINER = {
         """,
     ),
     "a hang ends with stacks": (
-        "faults/test_hang.py -k 'stopped_rank or busy'",
-        r"assert 'Timeout \(0:00:05\)!' in",
+        "faults/test_hang.py -k busy",
+        r"still ran after|assert \[.*\] == \[1, 1, 1\]",
         "t.faulthandler.dump_traceback_later = lambda *_, **__: None",
     ),
     "a step with NaN is skipped": (
