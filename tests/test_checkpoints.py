@@ -64,7 +64,7 @@ CRASH = """
 import os, time, train_distributed as trainer
 def train_step(cfg, world, *more, inner=trainer.train_step):
     inner(cfg, world, *more)
-    time.sleep(0.05)
+    time.sleep(0.1)
     if more[-2] == 22 and world.rank == 0:
         os._exit(1)
 trainer.train_step = train_step
@@ -79,11 +79,9 @@ def test_timed_saves_and_a_crash_loses_little(tmp_path, tiny, straight):
     resumed = train(tmp_path / "run", 2, *options)
     assert "Resuming from " in resumed.out[0]
     assert_same_state(resumed.newest(), straight.newest())
-    by_hand = launch(tmp_path / "10 minutes", 2, *tiny, "--epochs=3", before=CRASH)
-    assert by_hand.checkpoints() == {"checkpoint_epoch_1"}
 
 
-def test_a_file_save_saves_and_training_continues(tmp_path, tiny):
+def test_a_file_save_saves_and_training_continues(tmp_path):
     run = tmp_path / "run"
 
     def save_then_stop(processes):
@@ -93,7 +91,8 @@ def test_a_file_save_saves_and_training_continues(tmp_path, tiny):
         assert len(list(run.glob("checkpoint_step_*.pt"))) == 1
         (run / "STOP").touch()
 
-    result = train(run, 2, *tiny, "--epochs=500", "--keep=1000", during=save_then_stop)
+    long_epoch = ["--batch-size=1", "--log-every-steps=1"]
+    result = train(run, 2, *long_epoch, during=save_then_stop)
     saved, last = sorted(load(path)["state"]["step"] for path in run.glob("checkpoint_step_*.pt"))
     assert saved < last == result.status()["saved_step"]
     assert "(STOP file), saved in" in result.out[0]

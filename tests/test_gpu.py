@@ -86,7 +86,12 @@ WARN_OF_WAITS = """if True:
         inner(*arguments)
         torch.cuda.set_sync_debug_mode("default")
 
+    class NotFused(trainer.Task):
+        def optimizer(self, cfg, model):
+            return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
     trainer.train_step = train_step
+    task = NotFused()
 """
 
 

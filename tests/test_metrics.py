@@ -29,8 +29,8 @@ def test_the_metrics_of_an_epoch_are_the_means_over_its_steps(still):
 
 
 def test_test_metrics_are_those_of_the_saved_model_with_batch_norm_too(tmp_path, tiny):
-    options = [*tiny, "--model=resnet18", "--image-size=32", "--batch-size=4"]
-    options += ["--global-batch-size=96", "--epochs=1"]
+    options = [*tiny, "--model=resnet18", "--image-size=32", "--batch-size=16"]
+    options += ["--global-batch-size=48", "--epochs=1"]
     three = train(tmp_path / "three", 3, *options)
     saved = three.directory / "checkpoint_epoch_1.pt"
     one = train(tmp_path / "one", 1, *options, f"--resume={saved}")  # only evaluates
