@@ -20,7 +20,6 @@ REPO = Path(__file__).resolve().parent.parent
 PYTORCH = {"3.10": "2.6", "3.11": "2.7", "3.12": "2.8", "3.13": "2.10", "3.14": ""}  # "": newest
 DEFAULT = "3.10", "3.14"  # the oldest and the newest
 TEST_PACKAGES = "pytest", "pytest-timeout", "tensorboard", "datasets"
-RECIPES = "async_checkpoint_that async_checkpoint_writes cuda_graphs fsdp profiler slow_links"
 FEATURES = {  # feature: tests, by the beginnings of their names
     "training on 1, 2, 3 and 4 ranks": """test_setup.py::test_plain_python
         test_world_sizes.py::test_every_step test_loss.py::test_the_steps_are_those""",
@@ -39,7 +38,6 @@ FEATURES = {  # feature: tests, by the beginnings of their names
     "stop signals, run lock": """faults/test_stop.py::test_a_signal_to_any_rank
         test_checkpoints.py::test_a_second_process""",
     "examples": "test_examples.py::",
-    "recipes": " ".join(f"test_recipes.py::test_{name}" for name in RECIPES.split()),
     "`guard.py`": """test_guard.py::test_a_hang test_guard.py::test_a_rank_that_works_alone
         test_guard.py::test_an_unmodified_script_runs_under_torchrun[ddp
         test_guard.py::test_the_last_lines""",
