@@ -171,9 +171,9 @@ class Campaign:
             for number in range(kills):
                 wait_until(lambda: self.trains(process), "no new steps", 300)
                 time.sleep(draw.random())
-                self.killed = (self.run / "lock").read_text()
                 kind = draw.choice(["rank", "rank", "agent", "launcher"])
                 if victims := self.members()[kind]:
+                    self.killed = (self.run / "lock").read_text()
                     victim = draw.choice(sorted(victims))
                     print(f"kill {number}: {kind} {victim}")
                     with suppress(ProcessLookupError):
