@@ -1197,7 +1197,7 @@ def lock_directory(cfg) -> int:
         raise UserError(f"cannot write to or lock --checkpoint-dir {directory} ({error})") from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    for leftover in [*directory.glob(".*.tmp"), directory / "STOP"]:
+    for leftover in [*directory.glob(".checkpoint_*.tmp"), directory / "STOP"]:
         leftover.unlink(missing_ok=True)
     return lock
 
@@ -1611,10 +1611,11 @@ def read_config(file: str, parser) -> list[str]:
             raise UserError(
                 f"--config {file}: there is no option {name}{did_you_mean(name, known)}"
             )
+        text = str(value).lower()
         if isinstance(value, list):
-            words += [flag, *value]
-        elif value.lower() in ("true", "false"):
-            words.append(flag if value.lower() == "true" else flag.replace("--", "--no-", 1))
+            words += [flag, *map(str, value)]
+        elif text in ("true", "false"):
+            words.append(flag if text == "true" else flag.replace("--", "--no-", 1))
         else:
             words.append(f"{flag}={value}")
     return words

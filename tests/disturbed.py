@@ -16,7 +16,7 @@ import torch
 from harness import REPO, processes_by_kind, steps_of, wait_for_step, wait_until
 
 REPEATS = int(os.environ.get("REPEATS", 20))
-STEPS = 150  # of the whole training
+STEPS = 139  # of the whole training
 OPTIONS = ["--image-size=32", "--batch-size=4", "--global-batch-size=8", "--epochs=30"]
 OPTIONS += ["--num-workers=1", "--checkpoint-every-steps=3", "--log-every-steps=1"]
 HANG_TIMEOUT = 20  # seconds

@@ -4,6 +4,7 @@ import gc
 import os
 
 import torch
+import torchvision  # noqa: F401
 
 import train_distributed  # noqa: F401
 

@@ -83,7 +83,7 @@ def enable(library: Path | str, devices: int, events: Path | str) -> None:
 
 
 def stack() -> list[str]:
-    """Like ["losses train_distributed.py:230", ...]; empty in the threads of backward()."""
+    """Like ["loss train_distributed.py:230", ...]; empty in the threads of backward()."""
     functions = []
     frame = sys._getframe(1).f_back
     while frame:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -42,6 +41,7 @@ def newest_save(run: Path) -> float:
 def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
     draw, newest, inside = random.Random(3), 0, 0
     run = tmp_path / "run"
+    cfg = train_distributed.parse_config([f"--checkpoint-dir={run}"])
 
     def kill(processes):
         """At any moment, or, every second time, when there is a half-written file."""
@@ -57,8 +57,8 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
         result = launch(run, 1, *options, during=kill)
         assert result.codes == [-signal.SIGKILL], result.err
         inside += any(run.glob(".*.tmp"))
-        path = train_distributed.find_checkpoint(train_distributed.RunDirectory(run), "auto")
-        step = train_distributed.load_checkpoint(path)["global_step"]
+        path = train_distributed.find_checkpoint(cfg)
+        step = train_distributed.load_checkpoint(path)["state"]["step"]
         print(f"trial {trial}: step {step}")
         assert step >= newest
         newest = step
@@ -99,7 +99,7 @@ def assert_same_training(run, straight, mode: str) -> None:
 def test_a_training_whose_ranks_are_killed_ends_as_if_nothing_had_happened(tmp_path, tiny, mode):
     """The test starts the ranks itself, another number of them each time."""
     draw, run = random.Random(mode), tmp_path / "run"
-    kills, epochs = 20, 60  # epochs of 6 steps
+    kills, epochs = 20, 80  # epochs of about 5 steps
     options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
 
     def kill(processes):
@@ -138,6 +138,7 @@ class Campaign:
 
     def __init__(self, directory: Path, sizes: list[int], options: list[str]):
         self.run, self.log = directory / "run", directory / "log"
+        self.killed = ""  # the owner of the run directory at the last kill
         script, launcher = directory / "record.py", directory / "launch.sh"
         script.write_text(RECORDING)
         launcher.write_text(LAUNCH.format(sizes=" ".join(map(str, sizes)), repo=REPO))
@@ -168,10 +169,11 @@ class Campaign:
         streams = dict.fromkeys(("stdout", "stderr"), self.log.open("w"))
         with running(self.command, env=self.env, cwd=REPO, **streams) as process:
             for number in range(kills):
-                wait_until(lambda: self.trains(process, number), "no new steps", 300)  # noqa: B023
+                wait_until(lambda: self.trains(process), "no new steps", 300)
                 time.sleep(draw.random())
                 kind = draw.choice(["rank", "rank", "agent", "launcher"])
                 if victims := self.members()[kind]:
+                    self.killed = (self.run / "lock").read_text()
                     victim = draw.choice(sorted(victims))
                     print(f"kill {number}: {kind} {victim}")
                     with suppress(ProcessLookupError):
@@ -179,14 +181,15 @@ class Campaign:
             assert process.wait(timeout=900) == 0, self.log.read_text()[-3000:]
         wait_until(lambda: not any(self.members().values()), "something still runs", 20)
 
-    def trains(self, process, number: int) -> bool:
-        """Whether attempt number + 1, or a later one, has saved: so each kill hits a training."""
+    def trains(self, process) -> bool:
+        """Whether a process that was not killed yet has saved: so each kill hits a training."""
         assert process.poll() is None, self.log.read_text()[-3000:]
         with suppress(OSError, ValueError):
-            status = json.loads((self.run / "status.json").read_text())
-            attempt = re.match(r"attempt .*?(\d+),", (self.run / "lock").read_text())
-            newer = attempt and int(attempt[1]) > number  # the lock is empty for a moment
-            return newer and status["saved_step"] > status["start_step"]
+            lock, file = self.run / "lock", self.run / "status.json"
+            status = json.loads(file.read_text())
+            is_new = lock.read_text() not in ("", self.killed)
+            is_of_it = file.stat().st_mtime > lock.stat().st_mtime
+            return is_new and is_of_it and status["saved_step"] > status["start_step"]
         return False
 
 
@@ -195,7 +198,7 @@ def test_a_supervised_training_killed_anywhere_ends_as_if_nothing_had_happened(
     tmp_path, tiny, mode
 ):
     draw = random.Random(mode)
-    kills, epochs = (20, 60) if LONG else (1, 10)  # epochs of 6 steps
+    kills, epochs = (20, 80) if LONG else (1, 30)  # epochs of about 5 steps
     sizes = [size for size, _ in zip(draw_sizes(draw, 5 if LONG else 2), range(3 * kills + 10))]
     print(f"ranks by attempt: {sizes}")
     options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
@@ -224,10 +227,10 @@ def test_loader_workers_do_not_outlive_a_killed_rank(tmp_path, images):
     started = []
 
     def during(processes):
-        wait_for_step(tmp_path / "run", 2)  # the end of the second epoch
+        wait_for_step(tmp_path / "run", 2)  # the end of the first epoch
         (rank,) = processes
         started.extend(descendants(rank.pid))
-        assert len(started) >= 4  # two for each of the two sets
+        assert len(started) >= 2
         os.kill(rank.pid, signal.SIGKILL)
 
     launch(tmp_path / "run", 1, *options, during=during)
