@@ -632,8 +632,13 @@ class SampleStream:
         return math.ceil(epochs * self.samples / self.cfg.global_batch_size)
 
     def epoch(self, step: int) -> float:
-        """The passes over the training set at the middle of this step, for Task.lr_factor()."""
-        return (step + 0.5) * self.cfg.global_batch_size / self.samples
+        """The passes over the training set at the middle of this step, for Task.lr_factor().
+
+        Of the last step, only the samples that the epochs need count.
+        """
+        begin = step * self.cfg.global_batch_size
+        end = min(begin + self.cfg.global_batch_size, self.cfg.epochs * self.samples)
+        return (begin + end) / 2 / self.samples
 
     def order(self, epoch: int, device) -> torch.Tensor:
         """The keys of this epoch's samples in their order; a key is epoch * samples + index."""
@@ -798,7 +803,8 @@ def configure_torch(cfg):
     # All steps have the same shapes: let cuDNN time its kernels once and keep the fastest.
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cudnn.allow_tf32 = cfg.tf32
-    torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
     if cfg.reproducible:
         torch.set_num_threads(1)  # on a CPU: with more, some kernels sum in another order
 
