@@ -59,19 +59,19 @@ lint() {
   "$bin/shfmt" -d -i 2 -ci "${scripts[@]}" .ci/run
 }
 
-# The cluster tests mostly wait for Slurm, so they run beside the others, with those of faults/, so that both
+# The cluster tests mostly wait for Slurm, so they run beside the others, with some of those, so that both
 # halves take equally long. Their output comes last.
 run_two_halves() {
   local cluster others results=(passed passed)
   output="$(mktemp)"
-  "${pytest[@]}" tests/cluster tests/faults &>"$output" &
+  "${pytest[@]}" tests/cluster tests/faults tests/test_docs.py &>"$output" &
   cluster="$!"
-  "${pytest[@]}" tests --ignore=tests/cluster --ignore=tests/faults &
+  "${pytest[@]}" tests --ignore=tests/cluster --ignore=tests/faults --ignore=tests/test_docs.py &
   others="$!"
   wait "$others" || results[0]=FAILED
   wait "$cluster" || results[1]=FAILED
   print_output
-  echo "tests/cluster and tests/faults: ${results[1]}; the others, printed before them: ${results[0]}"
+  echo "tests/cluster, tests/faults and test_docs.py: ${results[1]}; the others, printed before them: ${results[0]}"
   [[ "${results[*]}" != *FAILED* ]]
 }
 
