@@ -203,14 +203,17 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
 class Own(Task):
     def add_options(self, parser):
         parser.add_argument("--width", type=int, required=True)
+        parser.add_argument("--sizes", type=int, nargs="+", default=[1])
+        parser.set_defaults(lr=0.125)
 
 
 def test_a_config_file_sets_the_options_of_a_task(tmp_path):
     """One that has other options than the task of train_distributed.py."""
     file = tmp_path / "c.yaml"
-    file.write_text("epochs: 3\nwidth: 16\nmodel: resnet18\n")
+    file.write_text("epochs: 3\nwidth: 16\nsizes: [3, 4]\nmodel: resnet18\n")
     cfg = parse_config([f"--config={file}"], Own())
-    assert (cfg.epochs, cfg.width) == (3, 16) and not hasattr(cfg, "model")
+    assert (cfg.epochs, cfg.width, cfg.sizes) == (3, 16, [3, 4]) and not hasattr(cfg, "model")
+    assert cfg.lr == 0.125
     with pytest.raises(UserError, match="required: --width"):
         parse_config([], Own())
 
