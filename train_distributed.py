@@ -421,6 +421,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
             sync.add(0, {"loss": loss, "count": min(b, samples - begin), **values})
         if sync.is_due(number + 1):
             sync.agree(number + 1)
+            sync.restart(number + 1)
             if sync.stop_reason:
                 return {}, sync.stop_reason
     set_training_mode(model)
