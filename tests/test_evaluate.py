@@ -69,7 +69,7 @@ def test_a_loaded_model_needs_no_data_and_a_new_option_has_its_default(path, mon
             assert (cfg.width, cfg.image_size) == (8, 32)
             return super().model(cfg)
 
-    monkeypatch.setattr(Later, "__name__", "Task")
+    Later.__name__ = "Task"
     monkeypatch.setattr(Task, "data", None)
     task = Later()
     assert load_model(str(path), task)(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
