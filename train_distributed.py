@@ -324,6 +324,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
                 )
             collect_garbage()
             sync.restart(state.step)
+    if saver.saved_step < state.step:  # that save has failed
+        saver.save(state, model, optimizer, scaler, is_last=True)
     ending = "finished" if state.step >= total_steps and not sync.stop_reason else "stopped"
     why = f" ({sync.stop_reason})" if sync.stop_reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {cfg.checkpoint_dir}"
@@ -351,6 +353,8 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
             if uses_ddp:
                 weight *= world.world_size  # DDP divides by it
             if "count" in values:
+                if exact and not counts:
+                    exact.divide_by(values["count"], world)
                 counts.append(values["count"])
                 weight = weight * values["count"]
             weighted = loss if counts == [] and weight == 1 else loss * weight
@@ -667,7 +671,7 @@ class SampleStream:
 
 def batches_of(task, cfg, world, dataset, keys: Callable) -> Iterator:
     """Micro-batches on the device of this rank; keys(device) yields the keys int64 [b] of each."""
-    if isinstance(dataset, InMemoryDataset):
+    if type(dataset) is InMemoryDataset:  # a subclass may change the samples
         tensors = [tensor.to(world.device) for tensor in dataset.tensors]
         for micro_batch in keys(world.device):
             rows = micro_batch % len(dataset)
@@ -886,6 +890,16 @@ class ExactGradients:
         device = self.parameters[0].device
         self.scale = scaler.scale(torch.ones((), dtype=torch.float64, device=device))  # of fp16
         self.total = 0
+
+    def divide_by(self, count: torch.Tensor, world):
+        """Before gradients of sums over items are rounded, divide them by this number of rank 0.
+
+        Collective.
+        """
+        count = count.detach().double().clamp(min=1)
+        if world.world_size > 1:
+            dist.broadcast(count, 0)
+        self.scale = self.scale * count
 
     def add_micro_batch(self):
         """Move the gradients of a micro-batch from .grad to the total."""
@@ -1257,11 +1271,11 @@ class Saver:
                 text = f"the checkpoint is of a run with {name} {checkpoint[name]}, not {now}"
                 raise UserError(f"{text}: choose another --checkpoint-dir")
         load_weights(model, checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
         # What the optimizer has learned is part of the run, but an option that was changed applies.
-        groups = zip(optimizer.param_groups, checkpoint["first_groups"], self.first_groups)
-        for group, before, now in groups:
+        saved = checkpoint["optimizer"]["param_groups"]
+        for group, before, now in zip(saved, checkpoint["first_groups"], self.first_groups):
             group.update({name: now[name] for name in now if now[name] != before.get(name)})
+        optimizer.load_state_dict(checkpoint["optimizer"])
         if self.cfg.amp == checkpoint["config"]["amp"]:
             scaler.load_state_dict(checkpoint["scaler"])
         vars(state).update(checkpoint["state"])
@@ -1592,7 +1606,8 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     if given.evaluate:
         saved = load_checkpoint(Path(given.evaluate))["config"]
         parser.set_defaults(**saved | {"nodes": None, "gpus_per_node": None})
-    words = read_config(given.config, parser) if given.config else []
+    # The launchers always name a config; a checkpoint has its own options.
+    words = read_config(given.config, parser) if given.config and not given.evaluate else []
     return parser.parse_args(words + argv)
 
 
@@ -1649,6 +1664,7 @@ def main(task: Task | None = None, argv: list[str] | None = None):
     finally:
         faulthandler.cancel_dump_traceback_later()  # a script may go on after main()
         gc.enable()
+        gc.unfreeze()
         for worker in multiprocessing.active_children():
             worker.kill()  # of a DataLoader; exit would wait for it
     if dist.is_initialized():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import launch, train, write_mnist
+from harness import REPO, launch, train, write_mnist
 
 from train_distributed import Task, UserError, load_model, parse_config
 
@@ -43,6 +43,12 @@ def test_evaluate_uses_other_data_if_it_is_given(tmp_path, path):
     run = launch(tmp_path / "unused", 2, f"--evaluate={path}", f"--data-dir={other}")
     assert run.codes == [0, 0]  # although one rank has no sample
     assert float(run.out[0].rpartition("accuracy ")[2]) in (0, 0.25, 0.5, 0.75, 1)
+
+
+def test_evaluate_keeps_the_options_of_the_checkpoint_if_a_launcher_adds_its_config(path):
+    config = f"--config={REPO}/configs/default_config.yaml"
+    cfg = parse_config([config, f"--evaluate={path}", "--seed=3"])
+    assert (cfg.model, cfg.dataset, cfg.image_size, cfg.seed) == ("resnet18", "mnist", 32, 3)
 
 
 def test_a_loaded_model_predicts_what_the_evaluation_computed(trained, path):

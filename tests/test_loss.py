@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import launch, train
+from harness import assert_same_state, launch, train
 
 import train_distributed as trainer
 
@@ -78,6 +78,19 @@ PARTS = """if True:
 
     task = Parts()
 """
+
+
+# As many items as there are pixels in a batch of photos.
+MANY_ITEMS = MASKED.replace("count = valid.sum()", "count = valid.sum() * 2**22").replace(
+    "losses.sum() / count", "2**22 * losses.sum() / count"
+)
+
+
+def test_reproducible_gradients_of_many_items_are_the_same_on_any_number_of_ranks(tmp_path, tiny):
+    options = [*tiny, "--global-batch-size=24", "--stop-at-step=3", "--reproducible"]
+    one = train(tmp_path / "one", 1, *options, before=MANY_ITEMS).newest()
+    three = train(tmp_path / "three", 3, *options, before=MANY_ITEMS).newest()
+    assert_same_state(one, three)
 
 
 def test_loss_gets_the_plain_model_on_any_number_of_ranks(tmp_path, tiny):
