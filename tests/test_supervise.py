@@ -305,6 +305,7 @@ def test_ranks_whose_launcher_was_killed_end_before_the_restart(tmp_path, fake, 
 CRASH_FIRST = 'if [[ "$ATTEMPT" == 1 ]]; then exit 1; fi; exec "$@"'  # its next attempt is newer
 
 
+@pytest.mark.long  # the trainer waits two minutes for the lock
 def test_a_second_supervisor_in_one_job_leaves_the_run_of_the_first_alone(
     tmp_path, tiny, start, supervise
 ):
