@@ -174,7 +174,7 @@ def test_ctrl_c_stops_saves_and_prints_how_to_resume(tmp_path, tiny, start, supe
     assert causes(tmp_path) == ["stopped"] and not (run / "STOP").exists()
     step = json.loads((run / "status.json").read_text())["global_step"]
     code, text = supervise(*command, FOREVER, f"--stop-at-step={step + 3}")
-    assert code == 0 and f"at step {step}\n" in text
+    assert code == 0 and f" at step {step}, to step {step + 3}\n" in text
     assert not list((tmp_path / "logs").iterdir())  # nothing is left but the run directory's log
 
 

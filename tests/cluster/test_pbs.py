@@ -107,7 +107,10 @@ def test_qdel_lets_the_ranks_save_and_the_same_command_resumes(
     again = start_job(NPROC_PER_NODE="1", ARGS=" ".join([*arguments, f"--stop-at-step={step + 3}"]))
     again.communicate(timeout=300)
     text = (repo / f"train.o{again.pid}").read_text()
-    assert f"at step {step}\n" in text and f"Stopped at step {step + 3} of " in text, text
+    assert (
+        f"at step {step}, to step {step + 3}\n" in text
+        and f"Stopped at step {step + 3} of " in text
+    ), text
 
 
 @pytest.fixture

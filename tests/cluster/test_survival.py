@@ -170,7 +170,7 @@ def test_scancel_saves_and_the_job_is_not_requeued(
     assert status["state"] == "stopped" and status["reason"] == "SIGTERM"
     again = Job(cluster, repo, tmp_path / "run", style, long_options)
     assert again.end() == "COMPLETED", again.output()
-    assert f"at step {status['global_step']}\n" in again.output()
+    assert f"at step {status['global_step']}, to step " in again.output()
     assert_same_end(again, untouched)
     assert job.facts()["Restarts"] == "0"
 
@@ -265,11 +265,15 @@ FAKE = """
 import json, os, pathlib, socket, sys, time
 here = pathlib.Path(__file__).parent
 host = socket.gethostname()
-if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and not (here / "bad").exists():
-    (here / "bad").write_text(host)
+bad = here / "bad"
+if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and not bad.exists():
+    (here / "new").write_text(host)
+    (here / "new").rename(bad)
+while not bad.exists():
+    time.sleep(0.05)
 if os.environ["MODE"] == "waits" and "SLURM_RESTART_COUNT" not in os.environ:
     time.sleep(1000)
-if os.environ["MODE"] == "hangs" and host == (here / "bad").read_text():
+if os.environ["MODE"] == "hangs" and host == bad.read_text():
     failure = {"cause": "hang", "reason": "no answer", "host": host, "silent_hosts": [host]}
     pathlib.Path(os.environ["FAILURE_FILE"]).write_text(json.dumps(failure))
     sys.exit(1)
