@@ -627,11 +627,11 @@ HANGS = {
 FAILURES = {
     "has ended": Launch("if step == 5 and rank == 1: break"),
     "not started": Launch(env={"WORLD_SIZE": 5, "RANK_TIMEOUT": 30}),
-    "no rank 0": Launch(ranks=(1,), env={"RANK_TIMEOUT": 3}),
-    "no rank 0, srun": Launch(ranks=(1,), env={"RANK_TIMEOUT": 3}, by_srun=True),
-    "unknown master": Launch(ranks=(1,), env={"MASTER_ADDR": "a.invalid", "RANK_TIMEOUT": 3}),
-    "invalid master": Launch(ranks=(1,), env={"MASTER_ADDR": "no..host", "RANK_TIMEOUT": 3}),
-    "port in use": Launch(ranks=(0, 1), env={"RANK_TIMEOUT": 3, "MASTER_PORT": "taken"}),
+    "no rank 0": Launch(ranks=(1,), env={"RANK_TIMEOUT": 20}),
+    "no rank 0, srun": Launch(ranks=(1,), env={"RANK_TIMEOUT": 20}, by_srun=True),
+    "unknown master": Launch(ranks=(1,), env={"MASTER_ADDR": "a.invalid", "RANK_TIMEOUT": 20}),
+    "invalid master": Launch(ranks=(1,), env={"MASTER_ADDR": "no..host", "RANK_TIMEOUT": 20}),
+    "port in use": Launch(ranks=(0, 1), env={"RANK_TIMEOUT": 20, "MASTER_PORT": "taken"}),
 }
 LAUNCHES = {**(HANGS if guard.records_gloo() else {}), **FAILURES}
 
@@ -695,7 +695,7 @@ def test_ranks_that_do_not_start_are_named(launches):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("no rank 0", f"rank 1 on {HOST} waited 3 s for rank 0: see its log"),
+        ("no rank 0", f"rank 1 on {HOST} waited 20 s for rank 0: see its log"),
         ("no rank 0, srun", f"rank 1 on {HOST} cannot reach 127.0.0.1:"),
         ("unknown master", f"MASTER_ADDR a.invalid is unknown on {HOST}: set it to "),
         ("invalid master", f"MASTER_ADDR no..host is unknown on {HOST}: set it to "),
