@@ -23,7 +23,6 @@ from harness import (
 from hosts import HERE, down_at_exit
 from pages import blocks, commands, commands_of, difference
 
-pytestmark = pytest.mark.long
 REWRITE = "REWRITE_GUIDE" in os.environ
 GUIDE = REPO / "docs" / "LAUNCH_GUIDE.md"
 SECTION = re.compile(r"(?ms)^## (.*?)$(.*?)(?=^## |\Z)")
@@ -91,17 +90,7 @@ def run(cluster, train_dir):
         process.communicate()
 
 
-# Each launcher trains here every day. The others can wait for a long run.
-EVERY_DAY = [
-    "Slurm with torchrun",
-    "Slurm without torchrun",
-    "SSH",
-    "pdsh",
-    "One terminal per host",
-    "torch.distributed.launch",
-    "PBS",
-    "Slurm directives",
-]
+EVERY_DAY = ["Slurm directives"]  # the others train for long
 NO_TRAINING = [
     "Smoke test",
     "Slurm directives",
@@ -117,7 +106,7 @@ def sections():
 
 @pytest.mark.parametrize("title", list(sections()))
 def test_the_guide_shows_what_is_printed_and_all_end_with_the_same_weights(
-    run, train_dir, expected, title
+    run, train_dir, title, request
 ):
     checkpoints = train_dir / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
@@ -136,7 +125,47 @@ def test_the_guide_shows_what_is_printed_and_all_end_with_the_same_weights(
             GUIDE.write_text(GUIDE.read_text().replace(block, new))
     if title not in NO_TRAINING:
         state = torch.load(checkpoints / "checkpoint_epoch_1.pt", weights_only=True)
-        assert_same_state(state, expected)
+        assert_same_state(state, request.getfixturevalue("expected"))
+
+
+CONFIG = "configs/default_config.yaml"
+
+
+@pytest.fixture(scope="session")
+def of_two_ranks(tmp_path_factory, options):
+    run = train(tmp_path_factory.mktemp("two") / "run", 2, *options)
+    return run.checkpoint("checkpoint_epoch_1")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "run_distributed.slurm",
+        "scripts/ssh/launch_pdsh_multinode.sh",
+        "scripts/ssh/launch_torchrun_multinode.sh",
+        "scripts/ssh/launch_multinode.sh",
+    ],
+)
+def test_each_launcher_trains_to_the_same_weights(
+    cluster, repo, tmp_path, options, of_two_ranks, launcher
+):
+    """The others: test_ssh.py, test_pbs.py, test_survival.py (slurm_train_multinode.sh)."""
+    more = [*options, f"--checkpoint-dir={tmp_path / 'run'}"]
+    threads = {"OMP_NUM_THREADS": "1"}  # as in train(); with two, sums are rounded otherwise
+    if launcher == "run_distributed.slurm":
+        words = ["--nodes=2", "--gpus-per-node=1", launcher, CONFIG, *more]
+        code, text = cluster.sbatch(repo, *words, **threads)
+    elif "pdsh" in launcher:
+        words = [launcher, CONFIG, "1", "node[01-02]", *more]
+        code, text = cluster.on("login", *words, cwd=repo, **threads)
+    else:
+        first, second = ([launcher, CONFIG, "1", "2", rank, "node01", *more] for rank in "01")
+        other = cluster.start("node02", *second, cwd=repo, **threads)
+        code, text = cluster.on("node01", *first, cwd=repo, **threads)
+        other.communicate(timeout=60)
+    assert code == 0, text
+    state = torch.load(tmp_path / "run/checkpoint_epoch_1.pt", weights_only=True)
+    assert_same_state(state, of_two_ranks)
 
 
 # Commands of "Monitoring" in README.md that do not run here, and why.
@@ -157,8 +186,11 @@ def test_the_readme_shows_how_to_monitor_a_job(cluster, train_dir):
         assert code == 0, output
         return output
 
-    config = "configs/default_config.yaml --epochs=1000 --checkpoint-dir=runs/watched"
-    submit = f"sbatch --parsable --nodes=2 --gpus-per-node=1 run_distributed.slurm {config}"
+    (train_dir / "watched.py").write_text(
+        "import time\nprint('step 20: loss', flush=True)\ntime.sleep(1000)\n"
+    )
+    variables = "TRAIN_SCRIPT=watched.py GUARD=0"
+    submit = f"{variables} sbatch --parsable --nodes=2 --gpus-per-node=1 slurm_train_multinode.sh"
     job = on_login(submit).strip()
     log = train_dir / f"logs/slurm-{job}.out"
     wait_until(lambda: log.exists() and "step 20" in log.read_text(), "no step")

@@ -88,9 +88,7 @@ def test_ranks_that_wait_for_a_failed_one_are_gone_before_the_next_attempt(qsub,
     assert len(names) == 2 and "overlap" not in names, text  # attempts
 
 
-def test_qdel_lets_the_ranks_save_and_the_same_command_resumes(
-    start_job, cluster, repo, tmp_path, tiny
-):
+def test_qdel_lets_the_ranks_save(start_job, cluster, repo, tmp_path, tiny):
     run = tmp_path / "run"
     arguments = ["configs/default_config.yaml", *tiny, "--epochs=2000", f"--checkpoint-dir={run}"]
     job = start_job(NPROC_PER_NODE="1", ARGS=" ".join(arguments))
@@ -103,14 +101,6 @@ def test_qdel_lets_the_ranks_save_and_the_same_command_resumes(
     assert {path.stat().st_mode & 0o777 for path in run.glob("*.pt")} == {0o644}
     assert "stopped (SIGTERM); to resume: " in (repo / f"train.o{job.pid}").read_text()
     assert not list((repo / "logs").glob("pbs_*"))
-    step = json.loads((run / "status.json").read_text())["global_step"]
-    again = start_job(NPROC_PER_NODE="1", ARGS=" ".join([*arguments, f"--stop-at-step={step + 3}"]))
-    again.communicate(timeout=300)
-    text = (repo / f"train.o{again.pid}").read_text()
-    assert (
-        f"at step {step}, to step {step + 3}\n" in text
-        and f"Stopped at step {step + 3} of " in text
-    ), text
 
 
 @pytest.fixture

@@ -144,8 +144,8 @@ def test_submitted_from_another_directory(cluster, repo, tmp_path, probe, launch
     words = [*TWO_BY_TWO, ELSEWHERE, repo / launcher]
     code, text = cluster.sbatch(tmp_path, *words, **probe)
     assert code == 2 and f"error: no train_distributed.py in {tmp_path}: submit" in text, text
-    code, text = cluster.sbatch(tmp_path, f"--chdir={repo}", *words, **probe)
-    assert code == 0 and len(probed(text)) == 4, text
+    code, text = cluster.sbatch(tmp_path, f"--chdir={repo}", *words, DRY_RUN="1")
+    assert code == 0 and text.startswith("$ srun "), text
     relative = os.path.relpath(repo, tmp_path)
     code, text = cluster.sbatch(tmp_path, *words, REPO_ROOT=relative, **probe)
     assert code == 0 and len(probed(text)) == 4, text
