@@ -747,7 +747,9 @@ def setup_distributed(cfg) -> World:
     if backend == "nccl" and device.type == "cpu" and world_size > 1:
         raise UserError("--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo")
     world = World(launch_variable("RANK", 0), world_size, device)
-    noun = "processes" if device.type == "cpu" else "GPUs"
+    noun = "process" if device.type == "cpu" else "GPU"
+    if world_size > 1:
+        noun = "processes" if device.type == "cpu" else "GPUs"
     topology = f"{world_size} {noun} ({per_node} per node)"
     log_on_rank_0(world, f"Starting distributed training on {topology}")
     versions = f"PyTorch {torch.__version__}, {backend}"
@@ -1259,6 +1261,7 @@ class Saver:
         # What makes a run this run: it does not resume with other data.
         self.identity = {"task": type(task).__name__, "spec": task.spec, "samples": stream.samples}
         self.first_groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+        self.began = time.time()
         self.last_save = time.monotonic()
         self.start_step = 0
         self.saved_step = 0
@@ -1354,6 +1357,7 @@ class Saver:
             "global_step": step,
             "saved_step": self.saved_step,
             "world_size": self.world.world_size,
+            "began": self.began,
             "time": time.time(),
         }
         text = json.dumps(status).encode()
