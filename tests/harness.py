@@ -59,6 +59,24 @@ RECORD = """if True:
     SampleStream.keys = recorded
 """
 
+# A task whose loss() also runs a statement once, in that call, on that rank.
+FAULT_IN_LOSS = """if True:
+    import os
+    import train_distributed as trainer
+
+    class Faulty(trainer.Task):
+        calls = 0
+
+        def loss(self, model, batch):
+            loss, sums = super().loss(model, batch)
+            self.calls += 1
+            if self.calls == {call} and os.environ.get("RANK", "0") == "{rank}":
+                {fault}
+            return loss, sums
+
+    task = Faulty()
+"""
+
 # One fsync takes some seconds after the process has received a signal.
 SLOW_DISK = """if True:
     import os, signal, time

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same_state, launch, train
+from harness import FAULT_IN_LOSS, assert_same_state, launch, train
 
 import train_distributed as trainer
 
@@ -101,28 +101,13 @@ def test_loss_gets_the_plain_model_on_any_number_of_ranks(tmp_path, tiny):
         torch.testing.assert_close(ours, weight, atol=2e-6, rtol=0, msg=name)
 
 
-NAN = """if True:
-    import os
-    import train_distributed as trainer
-
-    class Nan(trainer.Task):
-        calls = 0
-
-        def loss(self, model, batch):
-            loss, sums = super().loss(model, batch)
-            self.calls += 1
-            if self.calls == {call} and os.environ.get("RANK", "0") == "{rank}":
-                loss = loss * float("nan")
-            return loss, sums
-
-    task = Nan()
-"""
+NAN = "loss = loss * float('nan')"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_steps(tmp_path, tiny, ranks):
     """It is not counted as 0. Nothing that it may have ruined is saved."""
-    before = NAN.format(call=6, rank=ranks - 1)
+    before = FAULT_IN_LOSS.format(call=6, rank=ranks - 1, fault=NAN)
     run = launch(tmp_path / "run", ranks, *tiny, "--checkpoint-every-steps=4", before=before)
     assert run.codes[0] == 2
     text = "error: the loss is not finite in the steps 6 to 6: lower --lr, or set --clip-grad-norm"
@@ -131,7 +116,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_steps(tmp_path, tiny, r
 
 
 def test_a_loss_that_is_not_finite_in_the_evaluation_ends_the_run(tmp_path, tiny):
-    before = NAN.format(call=26 + 2, rank=0)
+    before = FAULT_IN_LOSS.format(call=26 + 2, rank=0, fault=NAN)
     run = launch(tmp_path / "run", 1, *tiny, "--epochs=1", before=before)
     assert run.codes == [2] and "the loss is not finite in the evaluation" in run.err[0]
 

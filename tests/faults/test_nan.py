@@ -2,25 +2,12 @@
 
 import pytest
 import torch
-from harness import assert_same_state, launch, train
+from harness import FAULT_IN_LOSS, assert_same_state, launch, train
 
 # In step 4, the gradients of one rank overflow, although its loss is finite.
-OVERFLOW = """if True:
-    import os
-    import train_distributed as trainer
-
-    class Overflow(trainer.Task):
-        calls = 0
-
-        def loss(self, model, batch):
-            loss, sums = super().loss(model, batch)
-            self.calls += 1
-            if self.calls == 4 and os.environ["RANK"] == "1":
-                loss.register_hook(lambda gradient: gradient * float("inf"))
-            return loss, sums
-
-    task = Overflow()
-"""
+OVERFLOW = FAULT_IN_LOSS.format(
+    call=4, rank=1, fault="loss.register_hook(lambda gradient: gradient * float('inf'))"
+)
 
 
 @pytest.mark.parametrize("mode", [[], ["--reproducible"]], ids=["plain", "reproducible"])
