@@ -287,6 +287,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         saver.restore(checkpoint, state, model, optimizer, scaler)
     elif cfg.init:
         load_initial_weights(cfg, world, model)
+    del checkpoint  # a file that is mapped keeps its place on the disk after it is deleted
     loss_of = wrap(task, cfg, world, model)
     keys = functools.partial(stream.keys, state.step)
     batches = batches_of(task, cfg, world, train_set, keys)
@@ -357,7 +358,7 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
                     exact.divide_by(values["count"], world)
                 counts.append(values["count"])
                 weight = weight * values["count"]
-            weighted = loss if counts == [] and weight == 1 else loss * weight
+            weighted = loss if not counts and weight == 1 else loss * weight
             scaler.scale(weighted).backward()
         if exact:
             exact.add_micro_batch()
@@ -1373,14 +1374,15 @@ def checkpoints_in(directory: Path) -> list[Path]:
 def find_checkpoint(cfg) -> Path | None:
     """The newest intact checkpoint in --checkpoint-dir, else that of --resume. For rank 0."""
     directory = Path(cfg.checkpoint_dir)
-    intact = []
-    for path in checkpoints_in(directory):
+    paths = checkpoints_in(directory)
+    readable = []
+    for path in paths:
         try:
-            intact.append((load_checkpoint(path)["state"]["step"], path))
+            checkpoint = load_checkpoint(path)
+            readable.append((checkpoint["state"]["step"], path, checkpoint))
         except UserError as error:
             log(f"WARNING: skipped: {error}", sys.stderr)
-    for _, path in sorted(intact, reverse=True):
-        checkpoint = load_checkpoint(path)
+    for _, path, checkpoint in sorted(readable, reverse=True):
         damaged = damaged_weights(checkpoint)
         if damaged:
             log(f"WARNING: skipped: {path} is damaged ({damaged})", sys.stderr)
@@ -1391,7 +1393,7 @@ def find_checkpoint(cfg) -> Path | None:
                 text = f"--{option} {now}, but {directory} has a run of its own"
                 raise UserError(f"{text}: choose another --checkpoint-dir")
         return path
-    if checkpoints_in(directory):
+    if paths:
         raise UserError(f"no intact checkpoint in {directory}: choose another --checkpoint-dir")
     if cfg.resume in ("auto", "none"):
         return None
@@ -1409,7 +1411,7 @@ def load_checkpoint(path: Path) -> dict:
         return content
     except (FileNotFoundError, PermissionError) as error:
         text = f"{socket.gethostname()} cannot read {path} ({error.strerror})"
-        raise UserError(f"{text}: all nodes need to see --checkpoint-dir") from None
+        raise UserError(f"{text}: is it there, in a directory that all nodes see?") from None
     except Exception as error:  # a file can be damaged in many ways
         text = f"{path} is damaged, or of another version of the trainer"
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None

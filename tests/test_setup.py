@@ -67,7 +67,7 @@ def test_a_slurm_step_trains_in_spite_of_stale_variables(tmp_path, tiny):
 
 def test_plain_python_in_a_batch_shell_is_a_single_process(tmp_path, tiny):
     run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", env=BATCH_SHELL)
-    assert "Starting distributed training on 1 processes (1 per node)\n" in run.out[0]
+    assert "Starting distributed training on 1 process (1 per node)\n" in run.out[0]
 
 
 def test_ranks_without_a_master_are_refused(monkeypatch):
