@@ -410,17 +410,18 @@ def connect(world: dict[str, int], timeout: float):
     address = os.environ["MASTER_ADDR"]
     port = world["MASTER_PORT"]
     resolve(address, port, min(30, timeout))
-    not_a_store = f"{address}:{port} is not a PyTorch store: set another MASTER_PORT"
-    timer = threading.Timer(timeout + 10, end_now, [not_a_store])
+    unreachable = f"rank {world['RANK']} on {HOST} cannot reach {address}:{port}"
+    remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
+    timer = threading.Timer(
+        timeout + 10, end_unanswered, [address, port, f"{unreachable}: {remedy}"]
+    )
     timer.daemon = True
     timer.start()
     try:
         return open_store(world, timeout)
     except Exception as error:
         text = str(error).strip().split("\n")[0]
-        who = f"rank {world['RANK']} on {HOST}"
-        remedy = "did rank 0 start, is MASTER_PORT free, does a firewall block it?"
-        fail(f"{who} cannot reach {address}:{port} ({text}): {remedy}", "port")
+        fail(f"{unreachable} ({text}): {remedy}", "port")
     finally:
         timer.cancel()
 
@@ -444,6 +445,15 @@ def open_store(world: dict[str, int], timeout: float):
     )
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"guard {restart}", store)
+
+
+def end_unanswered(address: str, port: int, unreachable: str) -> None:
+    """End this process, which still waits for the store: another program may listen there."""
+    text = unreachable
+    with suppress(OSError):
+        socket.create_connection((address, port), 5).close()
+        text = f"{address}:{port} is not a PyTorch store: set another MASTER_PORT"
+    end_now(text)
 
 
 def resolve(address: str, port: int, patience: float) -> None:
