@@ -29,7 +29,9 @@ COUNT_ON_DEVICE = """if True:
 
     task = CountOnDevice()
 """
-DATA_COPIES = 4  # in steps: images and labels at the first, and an order at that of each epoch
+# Copies in steps: at the first, images, labels and DDP's two of its new buckets; one of an order at
+# that of each epoch.
+FEW = 6
 
 
 class Accelerators:
@@ -55,7 +57,7 @@ class Accelerators:
             file.unlink()
         code = f"{self.enable(devices)}\n{before}"
         run = train(directory, ranks, *options, before=code)
-        assert f"distributed training on {ranks} GPUs " in run.out[0]
+        assert f"distributed training on {ranks} GPU" in run.out[0]
         return run
 
     def of_rank(self, rank: int) -> list[dict]:
@@ -70,15 +72,16 @@ class Accelerators:
     def assert_no_step_waits(self, ranks: int) -> None:
         """Only exchanges, saves, evaluations, and what comes before the first step, may wait."""
         for rank in range(ranks):
-            places, copies = [], 0
+            places, expected = [], 0
             for event in self.of_rank(rank):
                 stack = event["stack"]
                 is_in_step = phase(stack) in ("train_step", "set_learning_rate", BACKWARD)
                 if event["kind"] != "wait" or not is_in_step:
                     continue
                 places.append(" < ".join([event["what"], *stack[:4]]))
-                copies += any(function.startswith("batches_of ") for function in stack)
-            assert copies == len(places) <= DATA_COPIES, "\n".join(places)
+                functions = {function.split()[0] for function in stack}
+                expected += bool(functions & {"batches_of", "_pre_forward"})
+            assert expected == len(places) <= FEW, "\n".join(places)
             assert self.phases(rank, "wait")["all_reduce"], "nothing was recorded"
 
 
@@ -192,4 +195,4 @@ def test_image_files_are_copied_from_pinned_memory_and_no_step_waits(
     for rank in (0, 1):
         copies = accelerators.phases(rank, "pinned copy")
         assert copies["train_step"] >= 2 * 3  # images and labels
-        assert accelerators.phases(rank, "pageable copy")["train_step"] == 0
+        assert accelerators.phases(rank, "pageable copy")["train_step"] <= 2  # DDP's new buckets
