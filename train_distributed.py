@@ -301,35 +301,32 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     saver.write_status(state.step, "running")
 
     set_training_mode(model)
-    if path and stream.ends_epoch(state.step):  # that evaluation may have been interrupted
-        sync.stop_reason = evaluate_epoch(
-            task, cfg, world, model, test_set, state, metrics, requests
-        )
     sync.restart(state.step)
-    while state.step < last_step and not sync.stop_reason:
+    while True:
+        if stream.ends_epoch(state.step) and not sync.stop_reason:  # a resumed run repeats it
+            test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
+            if not sync.stop_reason:
+                metrics.record_epoch(state, test_sums)
+            sync.restart(state.step)
+        if sync.stop_reason or state.step >= last_step:
+            break
         set_learning_rate(task, cfg, stream, optimizer, state.step)
         train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
         state.step += 1
-        epoch_ends = stream.ends_epoch(state.step)
-        ends = epoch_ends or state.step == last_step
-        if ends or sync.is_due(state.step) or saver.is_multiple(state.step):
-            totals, save = sync.all_reduce(state.step, saver.is_due(state.step))
+        ends = stream.ends_epoch(state.step) or state.step == last_step
+        if ends or sync.is_due(state.step) or saver.is_planned(state.step):
+            totals, save = sync.all_reduce(state.step, saver.wants_save(state.step))
             metrics.record_intervals(state, totals, sync.seconds_per_step, optimizer)
             if ends or save or sync.stop_reason:
                 check_replicas(world, model)
-                is_last = bool(sync.stop_reason) or state.step == last_step
-                saver.save(state, model, optimizer, scaler, is_last)
-            if epoch_ends and not sync.stop_reason:
-                sync.stop_reason = evaluate_epoch(
-                    task, cfg, world, model, test_set, state, metrics, requests
-                )
+                saver.save(state, model, optimizer, scaler)
             collect_garbage()
             sync.restart(state.step)
-    if saver.saved_step < state.step:  # that save has failed
-        saver.save(state, model, optimizer, scaler, is_last=True)
+    if saver.saved_step < state.step:  # that save has failed: try again, else exit with the error
+        saver.save(state, model, optimizer, scaler)
     ending = "finished" if state.step >= total_steps and not sync.stop_reason else "stopped"
     why = f" ({sync.stop_reason})" if sync.stop_reason else ""
-    where = f"step {state.step} of {total_steps}{why}, saved in {cfg.checkpoint_dir}"
+    where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
     log_on_rank_0(world, f"{ending.title()} at {where}")
     saver.write_status(state.step, ending, sync.stop_reason)
     on_rank_0(world, os.close, lock)  # the others wait: a launcher may end all when one exits
@@ -403,53 +400,45 @@ def autocast(cfg, world):
 
 @torch.no_grad()
 def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str, float], str]:
-    """(sums of Task.loss() over the test set, each sample once; "" or why to stop). Collective."""
-    for buffer in model.buffers():
-        if world.world_size > 1:
+    """(sums of Task.loss() over the test set, each sample once; "" or why to stop). Collective.
+
+    {} without a test set, or if it is stopped. The checkpoint has been saved before.
+    """
+    if test_set is None:
+        return {}, ""
+    if world.world_size > 1:
+        for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
     model.eval()
     sync = Sync(cfg, world, requests)
     samples, b = len(test_set), cfg.batch_size
-    begins = range(world.rank * b, samples, world.world_size * b)
+    begins = range(0, samples, b)
+    rounds = math.ceil(len(begins) / world.world_size)
+    numbers = range(world.rank, rounds * world.world_size, world.world_size)
 
     def keys(device):
-        return (torch.arange(i, min(i + b, samples), device=device) for i in begins)
+        for number in numbers:
+            begin = begins[number % len(begins)]
+            yield torch.arange(begin, min(begin + b, samples), device=device)
 
     batches = batches_of(task, cfg, world, test_set, keys)
-    rounds = math.ceil(samples / (world.world_size * b))
-    for number in range(rounds):
-        if number < len(begins):  # in the last round, some ranks have none
-            begin = begins[number]
-            seed_generators(derive_seed(cfg.seed, "test", begin), world.device)
-            with autocast(cfg, world):
-                loss, values = task.loss(model, next(batches))
-            sync.add(0, {"loss": loss, "count": min(b, samples - begin), **values})
-        if sync.is_due(number + 1):
-            sync.agree(number + 1)
-            sync.restart(number + 1)
+    for done, number in enumerate(numbers, 1):
+        begin = begins[number % len(begins)]
+        seed_generators(derive_seed(cfg.seed, "test", begin), world.device)
+        with autocast(cfg, world):
+            loss, values = task.loss(model, next(batches))
+        values = {"loss": loss, "count": min(b, samples - begin), **values}
+        if number >= len(begins):  # all ranks compute equally many, but this one does not count
+            values = {name: 0 * value for name, value in values.items()}
+        sync.add(0, values)
+        if sync.is_due(done):
+            sync.agree(done)
+            sync.restart(done)
             if sync.stop_reason:
                 return {}, sync.stop_reason
     set_training_mode(model)
-    names = on_rank_0(world, lambda: list(sync.rows[0][1]))
-    if not begins:  # more ranks than batches
-        sync.add(0, dict.fromkeys(names, 0.0))
     totals, _ = sync.all_reduce(rounds)
     return totals[0], ""
-
-
-def evaluate_epoch(task, cfg, world, model, test_set, state, metrics, requests) -> str:
-    """Evaluate, and record the epoch. Returns "", or why to stop: then it records nothing.
-
-    The checkpoint has been saved before, and the resumed run repeats the evaluation. Collective.
-    """
-    test_sums = {}
-    if test_set is not None:
-        test_sums, stop_reason = evaluate(task, cfg, world, model, test_set, requests)
-        if stop_reason:
-            return stop_reason
-    metrics.record_epoch(state, test_sums)
-    state.epoch_sums = {}
-    return ""
 
 
 def evaluate_checkpoint(task, cfg, world):
@@ -1051,7 +1040,7 @@ class MetricsWriter:
         self.cfg = cfg
         self.world = world
         self.stream = stream
-        self.path = Path(cfg.checkpoint_dir) / "metrics.jsonl"
+        self.path = run_directory(cfg) / "metrics.jsonl"
         self.trackers: list[Callable] = []  # functions of (values by name, step)
         on_rank_0(world, self.open)
 
@@ -1158,7 +1147,7 @@ class StopRequests:
     def __init__(self, cfg):
         self.signal = ""  # the name of the first one
         self.signal_time = math.inf
-        stop_file = Path(cfg.checkpoint_dir) / "STOP"
+        stop_file = run_directory(cfg) / "STOP"
         self.files = [stop_file, Path(os.environ.get("STOP_FILE") or stop_file)]
         end = os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
         try:
@@ -1203,7 +1192,7 @@ def lock_directory(cfg) -> int:
     Returns a file descriptor: the kernel frees the lock when it is closed, or when the process and
     its loader workers have ended.
     """
-    directory = Path(cfg.checkpoint_dir)
+    directory = run_directory(cfg)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -1212,7 +1201,7 @@ def lock_directory(cfg) -> int:
                 break
             text = f"{directory} is in use by {os.pread(lock, 1000, 0).decode(errors='replace')}"
             if waited == LOCK_SECONDS:
-                remedy = "stop that process, or choose another --checkpoint-dir"
+                remedy = "stop that process, or set another --checkpoint-dir"
                 raise UserError(f"{text}: {remedy}", "in use")
             if waited == 0:
                 log(f"{text}: waiting for its end, up to {LOCK_SECONDS} s")
@@ -1258,7 +1247,7 @@ class Saver:
         self.cfg = cfg
         self.world = world
         self.stream = stream
-        self.directory = Path(cfg.checkpoint_dir)
+        self.directory = run_directory(cfg)
         # What makes a run this run: it does not resume with other data.
         self.identity = {"task": type(task).__name__, "spec": task.spec, "samples": stream.samples}
         self.first_groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
@@ -1273,7 +1262,7 @@ class Saver:
         for name, now in self.identity.items():
             if checkpoint[name] != now:
                 text = f"the checkpoint is of a run with {name} {checkpoint[name]}, not {now}"
-                raise UserError(f"{text}: choose another --checkpoint-dir")
+                raise UserError(f"{text}: set another --checkpoint-dir")
         load_weights(model, checkpoint["model"])
         # What the optimizer has learned is part of the run, but an option that was changed applies.
         saved = checkpoint["optimizer"]["param_groups"]
@@ -1286,22 +1275,22 @@ class Saver:
         self.start_step = state.step
         self.saved_step = state.step
 
-    def is_multiple(self, step: int) -> bool:
+    def is_planned(self, step: int) -> bool:
         """Whether --checkpoint-every-steps wants a checkpoint of this step."""
         every = self.cfg.checkpoint_every_steps
         return every is not None and step % every == 0
 
-    def is_due(self, step: int) -> bool:
+    def wants_save(self, step: int) -> bool:
         """Whether to save after this step; False on other ranks than 0."""
         if self.world.rank != 0:
             return False
         is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-        return is_late or self.is_multiple(step) or (self.directory / "SAVE").exists()
+        return is_late or self.is_planned(step) or (self.directory / "SAVE").exists()
 
-    def save(self, state, model, optimizer, scaler, is_last: bool):
+    def save(self, state, model, optimizer, scaler):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
 
-        A failed save is a warning once, and an error the second time, or if it is the last.
+        A failed save is a warning once, and an error the second time.
         """
         if self.world.rank != 0:
             return
@@ -1332,10 +1321,10 @@ class Saver:
             self.write_status(state.step, "running")
             self.delete_old(name)
         except UserError as error:
-            if self.has_failed or is_last:
+            if self.has_failed:
                 raise
             self.has_failed = True
-            log(f"WARNING: {error}; training continues", sys.stderr)
+            log(f"WARNING: {error}", sys.stderr)
         self.last_save = time.monotonic()
         (self.directory / "SAVE").unlink(missing_ok=True)
 
@@ -1373,7 +1362,7 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 def find_checkpoint(cfg) -> Path | None:
     """The newest intact checkpoint in --checkpoint-dir, else that of --resume. For rank 0."""
-    directory = Path(cfg.checkpoint_dir)
+    directory = run_directory(cfg)
     paths = checkpoints_in(directory)
     readable = []
     for path in paths:
@@ -1391,10 +1380,10 @@ def find_checkpoint(cfg) -> Path | None:
             now = getattr(cfg, option)
             if now not in (None, "auto", checkpoint["config"][option]):
                 text = f"--{option} {now}, but {directory} has a run of its own"
-                raise UserError(f"{text}: choose another --checkpoint-dir")
+                raise UserError(f"{text}: set another --checkpoint-dir")
         return path
     if paths:
-        raise UserError(f"no intact checkpoint in {directory}: choose another --checkpoint-dir")
+        raise UserError(f"no intact checkpoint in {directory}: set another --checkpoint-dir")
     if cfg.resume in ("auto", "none"):
         return None
     damaged = damaged_weights(load_checkpoint(Path(cfg.resume)))
@@ -1461,7 +1450,6 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
 
 
 # ------------------------------------------------------------------------------------ OPTIONS
-DEFAULT_DIRECTORY = "checkpoints"
 # What may change in a run at any time:
 FREE_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "epochs", "stop_at_step"}
 FREE_OPTIONS |= {"data_dir", "num_workers", "log_every_steps", "tensorboard", "wandb", "keep"}
@@ -1481,6 +1469,10 @@ class UserError(Exception):
         self.cause = cause  # for scripts/supervise.py: after "disk", a restart may help
 
 
+def run_directory(cfg) -> Path:
+    return Path(cfg.checkpoint_dir or "checkpoints")
+
+
 def settle_options(cfg, world, checkpoint: dict | None):
     """The options of a run that is resumed: refuse changes that would make it another run."""
     if checkpoint is None:
@@ -1493,13 +1485,14 @@ def settle_options(cfg, world, checkpoint: dict | None):
         if name not in FREE_OPTIONS and name in saved and saved[name] != now:
             changes[name] = f"{name} {saved[name]} -> {now}"
     text = ", ".join(changes.values())
-    new_run = f"{cfg.checkpoint_dir} has a run with other options ({text}): for a new run, set "
-    new_run += "another --checkpoint-dir"
+    directory = run_directory(cfg)
+    conflict = f"{directory} has a run with other options ({text})"
+    remedy = "set another --checkpoint-dir for a new run, or"
     fixed = sorted(FIXED_OPTIONS & changes.keys())
     if fixed:
-        raise UserError(f"{new_run}; to continue that one, do not change {', '.join(fixed)}")
-    if changes and cfg.checkpoint_dir == DEFAULT_DIRECTORY:
-        raise UserError(f"{new_run}; to continue that one, --checkpoint-dir ./{DEFAULT_DIRECTORY}")
+        raise UserError(f"{conflict}: {remedy} do not change {', '.join(fixed)}")
+    if changes and not cfg.checkpoint_dir:
+        raise UserError(f"{conflict}: {remedy} continue this one with --checkpoint-dir {directory}")
     if changes:
         log_on_rank_0(world, f"Changed since the checkpoint: {text}")
 
@@ -1545,7 +1538,7 @@ def build_parser(task) -> Parser:
     switch = argparse.BooleanOptionalAction
     add("--config", metavar="FILE", help="YAML file of options; the command line overrides it")
     add("--evaluate", metavar="FILE.pt", help="only evaluate this checkpoint, with its options")
-    add("--checkpoint-dir", "--save-dir", default=DEFAULT_DIRECTORY, help="[checkpoints]")
+    add("--checkpoint-dir", "--save-dir", help="of this run, to resume it from [checkpoints]")
     add("--resume", default="auto", help="auto, none, or a FILE.pt for a new directory [auto]")
     add("--init", metavar="FILE.pt", help="begin with the weights of another run")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")

@@ -126,7 +126,7 @@ def test_what_makes_a_run_this_run_cannot_be_changed_in_a_named_directory_either
     for change in [*CHANGES.values(), "lr 0.05 -> 0.5"]:
         assert change in message
     names = "batch_size, dataset, global_batch_size, image_size, model, optimizer, seed"
-    assert message.endswith(f"to continue that one, do not change {names}")
+    assert message.endswith(f"do not change {names}")
 
 
 def in_default_directory(finished, *options):
@@ -138,7 +138,7 @@ def in_default_directory(finished, *options):
 
 def test_a_second_experiment_without_a_directory_of_its_own_is_refused(finished, tiny):
     message = sentence_of(in_default_directory(finished, *tiny, "--epochs=1", "--lr=0.5"))
-    assert "(lr 0.05 -> 0.5): for a new run, set another --checkpoint-dir; to continue" in message
+    assert "(lr 0.05 -> 0.5): set another --checkpoint-dir for a new run, or continue" in message
 
 
 def test_the_same_command_without_a_directory_continues_its_run(one_epoch, tiny):
@@ -188,7 +188,7 @@ def test_a_directory_with_checkpoints_is_not_given_another_beginning(
     option = option.format(file)
     message = refuse(finished, *tiny, option)
     text = f"{option.replace('=', ' ')}, but {finished} has a run of its own"
-    assert message == f"{text}: choose another --checkpoint-dir"
+    assert message == f"{text}: set another --checkpoint-dir"
 
 
 @pytest.mark.parametrize("content", ["missing", "text", "pickle", "old version"])

@@ -121,7 +121,7 @@ def test_a_failed_save_is_a_warning_once_and_an_error_the_second_time(tmp_path, 
     text = f"cannot write {run.directory}/checkpoint_step_{{}}.pt; is the disk full? "
     text += "([Errno 28] No space left on device)"
     warning, *rest = run.err[0].splitlines()
-    assert warning == f"WARNING: {text.format(10)}; training continues"
+    assert warning == f"WARNING: {text.format(10)}"
     if failures == 1:
         assert (run.codes, rest, run.checkpoints()) == ([0], [], {"checkpoint_step_18"})
     else:
@@ -199,7 +199,7 @@ def test_a_second_process_is_refused_and_the_first_is_named(tmp_path, tiny):
     assert second.codes[0] == 2 and first.status()["state"] == "stopped"
     owner = f"{tmp_path}/run is in use by process {pid} on {os.uname().nodename}: "
     assert f"{owner}waiting for its end, up to 2 s\n" in second.out[0]
-    remedy = "stop that process, or choose another --checkpoint-dir"
+    remedy = "stop that process, or set another --checkpoint-dir"
     assert second.err[0] == f"train_distributed.py: error: {owner}{remedy}\n"
 
 
