@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from harness import REPO, processes_by_kind, steps_of, wait_for_step, wait_until
 
-REPEATS = int(os.environ.get("REPEATS", 20))
+REPEATS = int(os.environ.get("REPEATS", 1))
 STEPS = 139  # of the whole training
 OPTIONS = ["--image-size=32", "--batch-size=4", "--global-batch-size=8", "--epochs=30"]
 OPTIONS += ["--num-workers=1", "--checkpoint-every-steps=3", "--log-every-steps=1"]

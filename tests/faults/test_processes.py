@@ -1,8 +1,8 @@
 """Each process of a supervised training is killed or stopped at a random moment.
 
 Afterwards nothing is left, the recorded cause is right, no saved step is lost, and the final
-weights are those of an undisturbed training, bit for bit. Each case runs 20 times, which takes two
-hours; REPEATS=3 runs it three times. With -s, pytest prints a line for each.
+weights are those of an undisturbed training, bit for bit. REPEATS=20 runs each case 20 times, which
+takes two hours. With -s, pytest prints a line for each.
 """
 
 import pytest
