@@ -40,7 +40,9 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -50,17 +52,27 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-import yaml
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any number of dimensions
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint as recompute_in_backward
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn as nn
+    import torch.nn.functional as F
+    import yaml
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any number of dimensions
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils._pytree import tree_map
+    from torch.utils.checkpoint import checkpoint as recompute_in_backward
+    from torch.utils.data import (
+        DataLoader,
+        Dataset,
+        IterableDataset,
+        TensorDataset,
+        default_collate,
+    )
+except ImportError as error:
+    remedy = "activate the environment, or pip install -r requirements.txt"
+    raise SystemExit(f"{error}: {remedy}") from None
 
 
 # --------------------------------------------------------------------------------------- TASK
@@ -110,6 +122,9 @@ class Task:
 
     # Plain values that data() learns and model() needs, such as class names; part of checkpoints.
     spec: dict = {}
+    # The metric of report() on the test set by which best.pt is chosen.
+    best = "accuracy"
+    best_is_lowest = False
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Options of this task: on the command line, in config files and in checkpoints."""
@@ -151,10 +166,11 @@ class Task:
             network = SimpleConvNet(channels, size, classes, cfg.dropout)
         else:
             torchvision = import_package("torchvision", f"--model {cfg.model}")
-            try:
-                network = torchvision.models.get_model(cfg.model, num_classes=classes)
-            except ValueError as error:
-                raise UserError(f"--model {cfg.model}: {error}") from None
+            names = torchvision.models.list_models(module=torchvision.models)  # for classification
+            if cfg.model not in names:
+                hint = did_you_mean(cfg.model, names)
+                raise UserError(f"--model {cfg.model} is not in torchvision{hint}")
+            network = torchvision.models.get_model(cfg.model, num_classes=classes)
         mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet
         if is_mnist:
             mean, std = [0.1307] * channels, [0.3081] * channels
@@ -190,15 +206,23 @@ class Task:
         """
         images, labels = batch
         logits = model(images)
+        logits = getattr(logits, "logits", logits)  # of torchvision's googlenet and inception_v3
         loss = F.cross_entropy(logits, labels)
         return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
     def report(self, sums: dict[str, float]) -> dict[str, float]:
         """The metrics to print and to record, from the sums over all micro-batches and ranks.
 
-        sums["count"] is the number of samples (or items), sums["loss"] the sum of their losses.
+        sums["count"] is the number of samples (or items), sums["loss"] the sum of their losses. A
+        metric that is not a mean comes from sums, too. For F1, loss() returns the numbers of true
+        positives, false positives and false negatives, of each class under a name of its own; then
+        F1 = 2 * tp / (2 * tp + fp + fn), exactly, on any number of ranks.
         """
         return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
+
+    def after_evaluation(self, values: dict[str, float]) -> bool:
+        """Called on rank 0 with the metrics of the test set. True ends the training."""
+        return False
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """What --activation-checkpointing recomputes, one at a time: the blocks of a ResNet."""
@@ -237,14 +261,31 @@ def image_folders(root: Path, size: int) -> tuple[Dataset, Dataset]:
     train_transform = transforms.Compose([crop, flip, transforms.PILToTensor()])
     test_transform = transforms.Compose([resize, center, transforms.PILToTensor()])
     try:
-        train = torchvision.datasets.ImageFolder(root / "train", train_transform)
-        test = torchvision.datasets.ImageFolder(root / "val", test_transform)
+        train = torchvision.datasets.ImageFolder(root / "train", train_transform, loader=read_image)
+        test = torchvision.datasets.ImageFolder(root / "val", test_transform, loader=read_image)
     except OSError as error:
         needed = f"{root}/train/CLASS/ and {root}/val/CLASS/"
         raise UserError(f"--dataset imagefolder needs images in {needed} ({error})") from None
-    if train.classes != test.classes:
-        raise UserError(f"{train.root} and {test.root} have different classes")
+    hidden = {name for name in train.classes if name.startswith(".")}
+    odd = hidden or set(train.classes) ^ set(test.classes)
+    if odd:
+        names = ", ".join(sorted(odd))
+        raise UserError(f"these classes of {root} are hidden, or only in train/ or val/: {names}")
     return train, test
+
+
+def read_image(path: str):
+    """An RGB image of Pillow, as a viewer shows it: upright, and 16-bit gray as 8-bit."""
+    image_module = importlib.import_module("PIL.Image")
+    operations = importlib.import_module("PIL.ImageOps")
+    try:
+        with image_module.open(path) as file:
+            image = operations.exif_transpose(file)
+    except (OSError, image_module.DecompressionBombError) as error:
+        raise OSError(f"{path}: {error}") from None
+    if image.mode.startswith("I;16"):
+        image = image_module.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def synthetic_images(size: int, seed: int) -> InMemoryDataset:
@@ -264,6 +305,8 @@ class State:
     """Where a run is, and what it has counted. Part of each checkpoint."""
 
     step: int = 0  # optimizer steps since the start of the run
+    best: float | None = None  # what Task.best was at its best
+    evaluations_since_best: int = 0
     epoch_sums: dict[str, float] = field(default_factory=dict)  # of this epoch
     interval_sums: dict[str, float] = field(default_factory=dict)  # since the last record
 
@@ -280,55 +323,63 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     optimizer = task.optimizer(cfg, model)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
+        group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.amp == "fp16")
     saver = Saver(task, cfg, world, stream, optimizer)
     state = State()
     if checkpoint:
-        saver.restore(checkpoint, state, model, optimizer, scaler)
+        saver.restore(path, checkpoint, state, model, optimizer, scaler)
     elif cfg.init:
         load_initial_weights(cfg, world, model)
     del checkpoint  # a file that is mapped keeps its place on the disk after it is deleted
     loss_of = wrap(task, cfg, world, model)
     keys = functools.partial(stream.keys, state.step)
     batches = batches_of(task, cfg, world, train_set, keys)
-    metrics = MetricsWriter(task, cfg, world, stream)
+    metrics = MetricsWriter(task, cfg, world, saver)
     requests = StopRequests(cfg)
-    sync = Sync(cfg, world, requests)
     total_steps = stream.steps_of(cfg.epochs)
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
+    sync = Sync(cfg, world, last_step, requests)
+    enough = ""  # why to finish before the last step
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
+    log_on_rank_0(world, f"Code: {saver.code}")
     log_on_rank_0(world, f"{begin}, to step {last_step}")
     saver.write_status(state.step, "running")
 
     set_training_mode(model)
     sync.restart(state.step)
     while True:
-        if stream.ends_epoch(state.step) and not sync.stop_reason:  # a resumed run repeats it
+        # After a save, so that a run which is stopped in an evaluation repeats it when it resumes.
+        if stream.evaluates_after(state.step) and not sync.stop_reason:
             test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
             if not sync.stop_reason:
-                metrics.record_epoch(state, test_sums)
+                enough = metrics.record_evaluation(state, test_sums)
             sync.restart(state.step)
-        if sync.stop_reason or state.step >= last_step:
+        if enough or sync.stop_reason or state.step >= last_step:
             break
+        if stream.ends_epoch(state.step):
+            state.epoch_sums = {}
         set_learning_rate(task, cfg, stream, optimizer, state.step)
         train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
         state.step += 1
-        ends = stream.ends_epoch(state.step) or state.step == last_step
+        ends = stream.evaluates_after(state.step) or state.step == last_step
         if ends or sync.is_due(state.step) or saver.is_planned(state.step):
             totals, save = sync.all_reduce(state.step, saver.wants_save(state.step))
-            metrics.record_intervals(state, totals, sync.seconds_per_step, optimizer)
+            metrics.record_intervals(state, totals, sync, optimizer)
             if ends or save or sync.stop_reason:
                 check_replicas(world, model)
-                saver.save(state, model, optimizer, scaler)
+                saver.save(state, model, optimizer, scaler, sync.seconds_left)
             collect_garbage()
             sync.restart(state.step)
     if saver.saved_step < state.step:  # that save has failed: try again, else exit with the error
         saver.save(state, model, optimizer, scaler)
-    ending = "finished" if state.step >= total_steps and not sync.stop_reason else "stopped"
-    why = f" ({sync.stop_reason})" if sync.stop_reason else ""
+    is_complete = enough or state.step >= total_steps
+    ending = "finished" if is_complete and not sync.stop_reason else "stopped"
+    reason = sync.stop_reason or enough
+    why = f" ({reason})" if reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
     log_on_rank_0(world, f"{ending.title()} at {where}")
-    saver.write_status(state.step, ending, sync.stop_reason)
+    saver.write_status(state.step, ending, reason)
     on_rank_0(world, os.close, lock)  # the others wait: a launcher may end all when one exits
 
 
@@ -341,7 +392,9 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
     exact = ExactGradients(optimizer, scaler) if cfg.reproducible else None
     counts = []  # of items, if their number varies
     for micro in stream.micro_batches:
+        began = time.monotonic()
         batch = next(batches)
+        sync.seconds_waited += time.monotonic() - began
         seed_generators(derive_seed(cfg.seed, "dropout", step, micro), world.device)
         is_last = micro == stream.micro_batches[-1]  # only then DDP exchanges the gradients
         with loss_of.no_sync() if uses_ddp and not is_last else nullcontext():
@@ -366,16 +419,18 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
         divide_by_items(world, optimizer, counts, stream.micro_batches_per_step)
     if cfg.clip_grad_norm:
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters_of(optimizer), cfg.clip_grad_norm)
+        norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), cfg.clip_grad_norm)
     scaler.step(optimizer)
     scaler.update()
+    if stream.is_recorded(step + 1):
+        sync.gradient_norms[step + 1] = norm if cfg.clip_grad_norm else gradient_norm(optimizer)
     optimizer.zero_grad()
 
 
 def set_learning_rate(task, cfg, stream, optimizer, step):
     factor = task.lr_factor(cfg, stream.epoch(step))
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
+        group["lr"] = group["initial_lr"] * float(factor)
 
 
 def divide_by_items(world, optimizer, counts: list[torch.Tensor], micro_batches: int):
@@ -390,6 +445,10 @@ def divide_by_items(world, optimizer, counts: list[torch.Tensor], micro_batches:
 def parameters_of(optimizer) -> list[nn.Parameter]:
     groups = optimizer.param_groups
     return [p for group in groups for p in group["params"] if p.requires_grad]
+
+
+def gradient_norm(optimizer) -> torch.Tensor:
+    return nn.utils.get_total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
 
 
 def autocast(cfg, world):
@@ -410,11 +469,11 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
     model.eval()
-    sync = Sync(cfg, world, requests)
     samples, b = len(test_set), cfg.batch_size
     begins = range(0, samples, b)
     rounds = math.ceil(len(begins) / world.world_size)
     numbers = range(world.rank, rounds * world.world_size, world.world_size)
+    sync = Sync(cfg, world, rounds, requests)
 
     def keys(device):
         for number in numbers:
@@ -423,13 +482,14 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
 
     batches = batches_of(task, cfg, world, test_set, keys)
     for done, number in enumerate(numbers, 1):
+        batch = next(batches)
         begin = begins[number % len(begins)]
         seed_generators(derive_seed(cfg.seed, "test", begin), world.device)
         with autocast(cfg, world):
-            loss, values = task.loss(model, next(batches))
+            loss, values = task.loss(model, batch)
         values = {"loss": loss, "count": min(b, samples - begin), **values}
-        if number >= len(begins):  # all ranks compute equally many, but this one does not count
-            values = {name: 0 * value for name, value in values.items()}
+        if number >= len(begins):  # a model like FSDP's needs all ranks, but this does not count
+            values = {name: torch.zeros_like(torch.as_tensor(v)) for name, v in values.items()}
         sync.add(0, values)
         if sync.is_due(done):
             sync.agree(done)
@@ -449,7 +509,7 @@ def evaluate_checkpoint(task, cfg, world):
     if test_set is None or task.spec != spec:
         raise UserError(f"--evaluate {cfg.evaluate}: no test set, or not with {task.spec}")
     sums, _ = evaluate(task, cfg, world, model, test_set)
-    log_on_rank_0(world, f"{cfg.evaluate}: {describe(task.report(sums))}")
+    log_on_rank_0(world, f"{cfg.evaluate}: {describe(report(task, sums))}")
 
 
 def build_model(task, cfg, world) -> nn.Module:
@@ -530,7 +590,21 @@ def open_data(task, cfg, world) -> tuple[Dataset, Dataset | None]:
         if data_set is not None and len(data_set) == 0:
             raise UserError(f"{type(data_set).__name__} has no samples: is --data-dir right?")
     train_set, test_set = data_sets
+    check_same_data(world, [len(train_set), len(test_set or ())], task.spec)
     return train_set, test_set
+
+
+def check_same_data(world, samples: list[int], spec: dict):
+    """UserError if a rank sees another number of samples, or another spec. Collective."""
+    if world.world_size == 1:
+        return
+    seen = [None] * world.world_size
+    dist.all_gather_object(seen, [socket.gethostname(), samples, spec])
+    for rank, (host, *other) in enumerate(seen):
+        if other != seen[0][1:]:
+            text = f"rank {rank} on {host} sees {other[0]} samples (training, test), rank 0 on"
+            text += f" {seen[0][0]} {seen[0][1]}, or another Task.spec"
+            raise UserError(f"{text}: the ranks need the same --data-dir")
 
 
 class InMemoryDataset(TensorDataset):
@@ -622,6 +696,13 @@ class SampleStream:
         """Whether an epoch is complete after this number of steps, and was not one step before."""
         return step > 0 and self.epochs_done(step) > self.epochs_done(step - 1)
 
+    def evaluates_after(self, step: int) -> bool:
+        every = self.cfg.eval_every_steps
+        return self.ends_epoch(step) or bool(step and every and step % every == 0)
+
+    def is_recorded(self, step: int) -> bool:
+        return step % self.cfg.log_every_steps == 0 or self.ends_epoch(step)
+
     def steps_of(self, epochs: int) -> int:
         """The steps until each sample was used so often."""
         return math.ceil(epochs * self.samples / self.cfg.global_batch_size)
@@ -645,9 +726,9 @@ class SampleStream:
         return self.orders[epoch]
 
     def keys(self, step: int, device) -> Iterator[torch.Tensor]:
-        """The keys int64 [b] of this rank's micro-batches, from this step on, without end."""
+        """The keys int64 [b] of this rank's micro-batches, from this step to the last one."""
         b = self.cfg.batch_size
-        while True:
+        while step < self.steps_of(self.cfg.epochs):
             for micro in self.micro_batches:
                 begin = step * self.cfg.global_batch_size + micro * b
                 epoch, place = divmod(begin, self.samples)
@@ -694,12 +775,24 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
     options = {
         "num_workers": workers,
         "worker_init_fn": ignore_stop_signals,
+        "collate_fn": stack_samples,
         "pin_memory": world.device.type != "cpu",
     }
+    if workers and len(tempfile.gettempdir()) > 70:
+        raise UserError("TMPDIR is too long for the sockets of loader workers: set a shorter one")
     if workers and sys.platform == "linux":  # a signal would end Python 3.14's forkserver
         options["multiprocessing_context"] = "fork"
     options |= task.loader_options()
     return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
+
+
+def stack_samples(samples: list):
+    """[sample, ...] -> its parts, each stacked to [b, ...]"""
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        remedy = "set a collate_fn in Task.loader_options()"
+        raise UserError(f"samples of a micro-batch cannot be stacked: {remedy} ({error})") from None
 
 
 def cores_of_rank() -> int:
@@ -734,9 +827,11 @@ def setup_distributed(cfg) -> World:
         raise UserError(f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks")
     device = select_device(launch_variable("LOCAL_RANK", 0), world_size)
     backend = cfg.distributed_backend or dist.get_default_backend_for_device(device)
-    if backend == "nccl" and device.type == "cpu" and world_size > 1:
+    if backend == "nccl" and device.type == "cpu":
         raise UserError("--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo")
     world = World(launch_variable("RANK", 0), world_size, device)
+    if device.type == "cpu" and (cfg.gpus_per_node or os.environ.get("SLURM_GPUS_ON_NODE")):
+        log_on_rank_0(world, "WARNING: PyTorch finds no GPU here, and trains on the CPU")
     noun = "process" if device.type == "cpu" else "GPU"
     if world_size > 1:
         noun = "processes" if device.type == "cpu" else "GPUs"
@@ -829,7 +924,8 @@ def wrap(task, cfg, world, model) -> nn.Module:
     wrapped = task.wrap(loss_of)
     if isinstance(wrapped, DistributedDataParallel):
         wrapped.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
-        settle_buckets(wrapped)
+        if not wrapped.static_graph:  # else, it would note which parameters are used
+            settle_buckets(wrapped)
     return wrapped
 
 
@@ -841,8 +937,12 @@ def settle_buckets(ddp: DistributedDataParallel):
     its first one, and no data: only zeros of the parameters.
     """
     trained = [p for p in ddp.parameters() if p.requires_grad]
-    ddp.module.forward = lambda: sum(p.sum() * 0 for p in trained)
-    ddp().backward()
+
+    def zero(_batch) -> torch.Tensor:
+        return sum(p.sum() * 0 for p in trained)
+
+    ddp.module.forward = zero
+    ddp(None).backward()
     del ddp.module.forward  # that of the class again
     ddp.zero_grad()
 
@@ -875,7 +975,7 @@ class ExactGradients:
     2**12 to 2**13. Sums below 2**13 are then exact, in any order; larger ones become NaN.
     """
 
-    ROUNDING = 1.5 * 2**12  # a float64 near this number has no bits below 2**-40
+    ROUNDING = 1.5 * 2**12  # the last bit of a float64 from 2**12 to 2**13 is 2**-40
 
     def __init__(self, optimizer, scaler):
         self.parameters = parameters_of(optimizer)
@@ -956,21 +1056,29 @@ class Sync:
 
     SECONDS = 1  # between two of them; or one step, if that takes longer
 
-    def __init__(self, cfg, world, requests: StopRequests | None):
+    def __init__(self, cfg, world, last_step: int, requests: StopRequests | None):
         self.cfg = cfg
         self.world = world
+        self.last_step = last_step
         self.requests = requests
         self.stop_reason = ""  # the same on all ranks
         self.rows: list[tuple[int, dict]] = []  # what loss() has returned
         self.interval = 1  # steps until the next one
-        self.seconds_per_step = 1.0
+        self.seconds_per_step = 1.0  # since the exchange before
+        self.data_wait = 0.0  # the part of it in which the ranks wait for data
+        self.seconds_left = 0.0
+        self.gradient_norms: dict[int, torch.Tensor] = {}  # by recorded step, before clipping
         self.restart(0)
 
     def restart(self, step: int):
         """Start the clock again, for example after a save."""
-        faulthandler.dump_traceback_later(self.cfg.hang_timeout, exit=True)
+        self.start_hang_timer()
         self.step = step
         self.time = time.monotonic()
+        self.seconds_waited = 0.0
+
+    def start_hang_timer(self):
+        faulthandler.dump_traceback_later(self.cfg.hang_timeout, exit=True, file=STDERR)
 
     def is_due(self, step: int) -> bool:
         """The same on all ranks."""
@@ -1003,11 +1111,14 @@ class Sync:
 
     def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
         """The sums of the numbers over all ranks; sets stop_reason. Collective."""
-        faulthandler.dump_traceback_later(self.cfg.hang_timeout, exit=True)
+        self.start_hang_timer()
         steps = max(1, step - self.step)
-        seconds = (time.monotonic() - self.time) / steps / self.world.world_size
+        ranks = self.world.world_size
+        seconds = (time.monotonic() - self.time) / steps / ranks
+        waited = self.seconds_waited / steps / ranks
         reasons = self.requests.poll(self.world.rank) if self.requests else []
-        numbers = [*numbers, seconds, *[float(reason in reasons) for reason in STOP_REASONS]]
+        flags = [float(reason in reasons) for reason in STOP_REASONS]
+        numbers = [*numbers, waited, seconds, *flags]
         if self.world.world_size > 1:
             vector = torch.tensor(numbers, dtype=torch.float64).to(self.world.device)
             dist.all_reduce(vector)
@@ -1016,6 +1127,8 @@ class Sync:
             if numbers.pop():
                 self.stop_reason = reason
         self.seconds_per_step = numbers.pop()  # the mean of all ranks
+        self.data_wait = numbers.pop() / self.seconds_per_step
+        self.seconds_left = (self.last_step - step) * self.seconds_per_step
         # The first steps are slow: approach the right number by doubling it.
         self.interval = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
         return numbers
@@ -1035,18 +1148,19 @@ class MetricsWriter:
     last record counts.
     """
 
-    def __init__(self, task, cfg, world, stream):
+    def __init__(self, task, cfg, world, saver):
         self.task = task
         self.cfg = cfg
         self.world = world
-        self.stream = stream
+        self.saver = saver
+        self.stream = saver.stream
         self.path = run_directory(cfg) / "metrics.jsonl"
         self.trackers: list[Callable] = []  # functions of (values by name, step)
         on_rank_0(world, self.open)
 
     def open(self):
         options = {name: value for name, value in vars(self.cfg).items() if name != "config"}
-        text = yaml.safe_dump(options).encode()
+        text = f"# {self.saver.code}\n{yaml.safe_dump(options)}".encode()
         write_file(self.path.with_name("config.yaml"), lambda file: file.write(text))
         if self.cfg.tensorboard:
             board = import_package("torch.utils.tensorboard", "--tensorboard", "tensorboard")
@@ -1054,11 +1168,11 @@ class MetricsWriter:
             self.trackers.append(functools.partial(write_scalars, writer))
         if self.cfg.wandb:
             wandb = import_package("wandb", "--wandb")
-            run_id = f"{derive_seed(str(self.path.resolve())):x}"
+            run_id = f"{derive_seed(self.saver.run_id, str(self.path.resolve())):x}"
             wandb.init(id=run_id, resume="allow", dir=self.path.parent, config=vars(self.cfg))
             self.trackers.append(wandb.log)
 
-    def record_intervals(self, state, totals, seconds_per_step: float, optimizer):
+    def record_intervals(self, state, totals, sync, optimizer):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
         every = self.cfg.log_every_steps
         for interval, sums in totals.items():
@@ -1067,40 +1181,77 @@ class MetricsWriter:
             for name, value in sums.items():
                 state.epoch_sums[name] = state.epoch_sums.get(name, 0.0) + value
                 state.interval_sums[name] = state.interval_sums.get(name, 0.0) + value
-            if end % every == 0 or self.stream.ends_epoch(end):
-                self.record_interval(end, state.interval_sums, seconds_per_step, optimizer)
+            if self.stream.is_recorded(end):
+                self.record_interval(end, state.interval_sums, sync, optimizer)
                 state.interval_sums = {}
 
-    def record_interval(self, step: int, sums, seconds_per_step: float, optimizer):
-        values = self.task.report(sums)
-        rate = self.cfg.global_batch_size / seconds_per_step
-        log_on_rank_0(self.world, f"  step {step}: {describe(values)}, {rate:.0f} samples/s")
+    def record_interval(self, step: int, sums, sync, optimizer):
+        values = report(self.task, sums)
+        rate = self.cfg.global_batch_size / sync.seconds_per_step
+        epoch = step * self.cfg.global_batch_size / self.stream.samples
+        left = timedelta(seconds=round(sync.seconds_left))
+        line = f"  step {step}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
+        log_on_rank_0(self.world, f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
         factor = self.task.lr_factor(self.cfg, self.stream.epoch(step - 1))
-        values["lr"] = optimizer.param_groups[0]["initial_lr"] * factor
+        values["lr"] = optimizer.param_groups[0]["initial_lr"] * float(factor)
         values["samples_per_second"] = rate
+        values["data_wait"] = sync.data_wait  # share of the time
+        values["gradient_norm"] = float(sync.gradient_norms.pop(step))
+        values["seconds_left"] = sync.seconds_left
+        if self.world.device.type == "cuda":
+            values["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # at its peak
         self.record("train", step, values)
 
-    def record_epoch(self, state, test_sums: dict[str, float]):
-        """test_sums: {} without a test set"""
-        epoch = self.stream.epochs_done(state.step)
-        values = self.task.report(state.epoch_sums)
+    def record_evaluation(self, state, test_sums: dict[str, float]) -> str:
+        """Record an evaluation ({} without a test set), and at its end the epoch. Collective.
+
+        If Task.best was never better, the newest checkpoint becomes best.pt. Returns "", or why to
+        end the training now.
+        """
+        test_values = {}
         if test_sums:
             check_loss(test_sums, "in the evaluation")
-            test_values = self.task.report(test_sums)
-            values |= {f"test_{name}": value for name, value in test_values.items()}
-        log_on_rank_0(self.world, f"Epoch {epoch}: {describe(values)}")
-        self.record("epoch", state.step, {"epoch": epoch, **values})
+            test_values = report(self.task, test_sums)
+        values = {f"test_{name}": value for name, value in test_values.items()}
+        if self.stream.ends_epoch(state.step):
+            epoch = self.stream.epochs_done(state.step)
+            values = report(self.task, state.epoch_sums) | values
+            log_on_rank_0(self.world, f"Epoch {epoch}: {describe(values)}")
+            self.record("epoch", state.step, {"epoch": epoch, **values})
+        else:
+            log_on_rank_0(self.world, f"  step {state.step}: {describe(values)}")
+            self.record("evaluation", state.step, values)
+        if not test_values:
+            return ""
+        if on_rank_0(self.world, self.task.after_evaluation, test_values):
+            return "Task.after_evaluation()"
+        score = test_values.get(self.task.best)
+        if score is None and self.cfg.patience:
+            text = f"--patience needs a metric {self.task.best}"
+            raise UserError(f"{text} in Task.report(): set Task.best to one that it has")
+        if score is not None:
+            sign = -1 if self.task.best_is_lowest else 1
+            is_best = state.best is None or sign * score > sign * state.best
+            state.evaluations_since_best += 1
+            if is_best:
+                state.best = score
+                state.evaluations_since_best = 0
+                self.saver.save_best(state.step)
+        if self.cfg.patience and state.evaluations_since_best >= self.cfg.patience:
+            return f"no better {self.task.best} in {self.cfg.patience} evaluations"
+        return ""
 
     def record(self, kind: str, step: int, values: dict[str, float]):
         if self.world.rank != 0:
             return
+        values = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"kind": kind, "step": step, "time": time.time(), **values}
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             log(f"WARNING: cannot write metrics: {error}", sys.stderr)
-        numbers = {f"{kind}/{name}": value for name, value in values.items()}
+        numbers = {f"{kind}/{name}": v for name, v in values.items() if v is not None}
         for track in self.trackers:
             track(numbers, step)
 
@@ -1109,6 +1260,11 @@ def write_scalars(writer, values: dict[str, float], step: int):
     for name, value in values.items():
         writer.add_scalar(name, value, step)
     writer.flush()
+
+
+def report(task, sums: dict[str, float]) -> dict[str, float]:
+    """Task.report(), whose values may also be tensors or numbers of NumPy."""
+    return {name: float(value) for name, value in task.report(sums).items()}
 
 
 def check_loss(sums: dict[str, float], where: str):
@@ -1122,13 +1278,17 @@ def describe(values: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.5g}" for name, value in values.items())
 
 
+STDERR = 2  # of the process: sys.stderr may be closed, or replaced by something that is no file
+
+
 def log(text: str, stream=None):
     """Print a line. If the output cannot be written, discard it and continue training."""
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
     except OSError:  # a closed terminal, a `tee` killed by Ctrl-C, a full disk under the log
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        with suppress(AttributeError, OSError):  # not a file of the system
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def log_on_rank_0(world, text: str):
@@ -1154,7 +1314,10 @@ class StopRequests:
             time_left = float(end) - time.time()
         except ValueError:
             raise UserError(f"DEADLINE is {end}, not seconds since 1970") from None
-        self.deadline = float(end) - min(120, time_left / 10)  # time to save
+        if time_left < 0:  # of a Slurm job that has ended, in whose terminal this was started
+            log("WARNING: ignored a DEADLINE or SLURM_JOB_END_TIME that is over", sys.stderr)
+            time_left = math.inf
+        self.deadline = time.time() + time_left - min(120, time_left / 10)  # time to save
         for number in STOP_SIGNALS:
             under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not under_nohup:
@@ -1216,10 +1379,13 @@ def lock_directory(cfg) -> int:
 
 
 def try_lock(lock: int) -> bool:
-    with suppress(BlockingIOError):
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log(f"WARNING: no lock against a second process in this directory ({error})", sys.stderr)
+    return True
 
 
 def write_file(path: Path, write: Callable):
@@ -1250,30 +1416,43 @@ class Saver:
         self.directory = run_directory(cfg)
         # What makes a run this run: it does not resume with other data.
         self.identity = {"task": type(task).__name__, "spec": task.spec, "samples": stream.samples}
+        self.code = on_rank_0(world, code_version)
         self.first_groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
         self.began = time.time()
         self.last_save = time.monotonic()
+        self.run_id = os.urandom(8).hex()
         self.start_step = 0
         self.saved_step = 0
+        self.is_first = True  # the next save
         self.has_failed = False  # the last save
 
-    def restore(self, checkpoint: dict, state, model, optimizer, scaler):
+    def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
         """Continue from the checkpoint."""
         for name, now in self.identity.items():
             if checkpoint[name] != now:
                 text = f"the checkpoint is of a run with {name} {checkpoint[name]}, not {now}"
                 raise UserError(f"{text}: set another --checkpoint-dir")
+        if checkpoint["code"] != self.code:
+            text = f"the code has changed since the checkpoint: {checkpoint['code']} -> {self.code}"
+            log_on_rank_0(self.world, text)
         load_weights(model, checkpoint["model"])
         # What the optimizer has learned is part of the run, but an option that was changed applies.
         saved = checkpoint["optimizer"]["param_groups"]
         for group, before, now in zip(saved, checkpoint["first_groups"], self.first_groups):
-            group.update({name: now[name] for name in now if now[name] != before.get(name)})
-        optimizer.load_state_dict(checkpoint["optimizer"])
+            changed = {name for name in now if name != "params" and now[name] != before.get(name)}
+            group.update({name: now[name] for name in changed})
+        try:
+            # Not tensors that are mapped: a deleted file would keep its place on the disk.
+            optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        except ValueError as error:
+            raise UserError(f"the checkpoint is of another optimizer ({error})") from None
         if self.cfg.amp == checkpoint["config"]["amp"]:
             scaler.load_state_dict(checkpoint["scaler"])
         vars(state).update(checkpoint["state"])
+        self.run_id = checkpoint["run_id"]
         self.start_step = state.step
-        self.saved_step = state.step
+        if path.parent == self.directory:
+            self.saved_step = state.step
 
     def is_planned(self, step: int) -> bool:
         """Whether --checkpoint-every-steps wants a checkpoint of this step."""
@@ -1287,55 +1466,87 @@ class Saver:
         is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
         return is_late or self.is_planned(step) or (self.directory / "SAVE").exists()
 
-    def save(self, state, model, optimizer, scaler):
+    def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
 
         A failed save is a warning once, and an error the second time.
         """
         if self.world.rank != 0:
             return
-        name = f"checkpoint_step_{state.step}.pt"
-        if self.stream.ends_epoch(state.step):
-            name = f"checkpoint_epoch_{self.stream.epochs_done(state.step)}.pt"
+        name = self.name_of(state.step)
         finite = [p.isfinite().all() for p in model.parameters()]
         if not torch.stack(finite).all():
             raise UserError(f"{name} not saved: the weights are not finite; lower --lr", "NaN")
-        weights = model.state_dict()
-        tensors = {name: value for name, value in weights.items() if torch.is_tensor(value)}
         content = {
             **self.identity,
             "config": vars(self.cfg),
+            "code": self.code,
+            "run_id": self.run_id,
             "state": asdict(state),
-            "model": weights,
-            "digests": dict(zip(tensors, digests_of(tensors.values()).tolist())),
+            "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "first_groups": self.first_groups,
             "scaler": scaler.state_dict(),
         }
+        tensors = tensors_of(content)
+        content["digests"] = dict(zip(tensors, digests_of(tensors.values()).tolist()))
         try:
             write_file(self.directory / name, functools.partial(torch.save, content))
-            if self.saved_step == self.start_step:  # the first one: can it be loaded?
-                load_checkpoint(self.directory / name)
             self.has_failed = False
             self.saved_step = state.step
-            self.write_status(state.step, "running")
+            self.write_status(state.step, "running", seconds_left=seconds_left)
             self.delete_old(name)
         except UserError as error:
             if self.has_failed:
                 raise
             self.has_failed = True
             log(f"WARNING: {error}", sys.stderr)
+        if self.is_first and not self.has_failed:
+            self.read_back(self.directory / name)
         self.last_save = time.monotonic()
         (self.directory / "SAVE").unlink(missing_ok=True)
+
+    def read_back(self, path: Path):
+        """UserError if the first checkpoint of this process cannot be loaded."""
+        self.is_first = False
+        try:
+            load_checkpoint(path)
+        except UserError as error:
+            path.unlink()
+            needed = "numbers, texts and tensors in Task.spec, options and the optimizer's state"
+            raise UserError(f"a checkpoint needs {needed}: {error}") from None
+
+    def name_of(self, step: int) -> str:
+        if self.stream.ends_epoch(step):
+            return f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
+        return f"checkpoint_step_{step}.pt"
+
+    def save_best(self, step: int):
+        """Keep the checkpoint of this step as best.pt, beside the newest ones."""
+        if self.world.rank != 0:
+            return
+        temporary = self.directory / ".checkpoint_best.tmp"
+        try:
+            temporary.unlink(missing_ok=True)
+            os.link(self.directory / self.name_of(step), temporary)
+            temporary.replace(self.directory / "best.pt")
+        except OSError as error:  # that save has failed
+            log(f"WARNING: cannot keep the best checkpoint: {error}", sys.stderr)
+        temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
     def delete_old(self, name: str):
         """Keep only the newest checkpoints, among them the one with this name."""
         others = [path for path in checkpoints_in(self.directory) if path.name != name]
-        others.sort(key=os.path.getmtime)
+        others.sort(key=self.step_of)
         for old in others[: max(0, len(others) + 1 - self.cfg.keep)]:
             old.unlink(missing_ok=True)
 
-    def write_status(self, step: int, state: str, reason: str = ""):
+    def step_of(self, path: Path) -> int:
+        """The reverse of name_of()."""
+        number = int(path.stem.rpartition("_")[2])
+        return self.stream.steps_of(number) if "epoch" in path.name else number
+
+    def write_status(self, step: int, state: str, reason: str = "", seconds_left: float = 0.0):
         """status.json, and a copy for the supervisor. States: running, finished, stopped."""
         if self.world.rank != 0:
             return
@@ -1346,6 +1557,7 @@ class Saver:
             "start_step": self.start_step,
             "global_step": step,
             "saved_step": self.saved_step,
+            "seconds_left": seconds_left,
             "world_size": self.world.world_size,
             "began": self.began,
             "time": time.time(),
@@ -1372,7 +1584,7 @@ def find_checkpoint(cfg) -> Path | None:
         except UserError as error:
             log(f"WARNING: skipped: {error}", sys.stderr)
     for _, path, checkpoint in sorted(readable, reverse=True):
-        damaged = damaged_weights(checkpoint)
+        damaged = damaged_tensor(checkpoint)
         if damaged:
             log(f"WARNING: skipped: {path} is damaged ({damaged})", sys.stderr)
             continue
@@ -1386,9 +1598,7 @@ def find_checkpoint(cfg) -> Path | None:
         raise UserError(f"no intact checkpoint in {directory}: set another --checkpoint-dir")
     if cfg.resume in ("auto", "none"):
         return None
-    damaged = damaged_weights(load_checkpoint(Path(cfg.resume)))
-    if damaged:
-        raise UserError(f"--resume {cfg.resume} is damaged ({damaged})")
+    load_intact(Path(cfg.resume))
     return Path(cfg.resume)
 
 
@@ -1406,12 +1616,33 @@ def load_checkpoint(path: Path) -> dict:
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
 
 
-def damaged_weights(checkpoint: dict) -> str:
+def tensors_of(checkpoint: dict) -> dict[str, torch.Tensor]:
+    """Those of the model and of the optimizer, by name."""
+    parts = {"model": checkpoint["model"], **checkpoint["optimizer"]["state"]}
+    named = {}
+    for part, values in parts.items():
+        for name, value in values.items():
+            if torch.is_tensor(value):
+                named[f"{part}.{name}"] = value
+    return named
+
+
+def damaged_tensor(checkpoint: dict) -> str:
     """The name of the first tensor that is not as it was saved; "" if all are."""
-    digests = checkpoint["digests"]
-    now = digests_of(checkpoint["model"][name] for name in digests).tolist()
-    damaged = [name for name, digest in zip(digests, now) if digest != digests[name]]
+    tensors = tensors_of(checkpoint)
+    now = digests_of(tensors.values()).tolist()
+    saved = checkpoint["digests"]
+    damaged = [name for name, digest in zip(tensors, now) if digest != saved.get(name)]
     return damaged[0] if damaged else ""
+
+
+def load_intact(path: Path) -> dict:
+    """load_checkpoint(); UserError if a tensor is not as it was saved."""
+    checkpoint = load_checkpoint(path)
+    damaged = damaged_tensor(checkpoint)
+    if damaged:
+        raise UserError(f"{path} is damaged ({damaged})")
+    return checkpoint
 
 
 def load_weights(model, weights: dict):
@@ -1423,7 +1654,7 @@ def load_weights(model, weights: dict):
 
 def load_initial_weights(cfg, world, model):
     """--init: the weights of another run; says which do not fit the model."""
-    weights = load_checkpoint(Path(cfg.init))["model"]
+    weights = load_intact(Path(cfg.init))["model"]
     own = model.state_dict()
     fitting = {n: w for n, w in weights.items() if n in own and w.shape == own[n].shape}
     model.load_state_dict(fitting, strict=False)
@@ -1437,7 +1668,7 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
     task: that of the training; the default is this file's. Its data is not needed. Sets task.spec.
     """
     task = task or Task()
-    checkpoint = load_checkpoint(Path(path))
+    checkpoint = load_intact(Path(path))
     name = type(task).__name__
     if checkpoint["task"] != name:
         raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass that task")
@@ -1454,10 +1685,11 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
 FREE_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "epochs", "stop_at_step"}
 FREE_OPTIONS |= {"data_dir", "num_workers", "log_every_steps", "tensorboard", "wandb", "keep"}
 FREE_OPTIONS |= {"checkpoint_every_steps", "save_minutes", "nodes", "gpus_per_node"}
-FREE_OPTIONS |= {"distributed_backend", "hang_timeout"}
+FREE_OPTIONS |= {"distributed_backend", "hang_timeout", "eval_every_steps", "patience"}
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "dataset", "model", "image_size"}
 FIXED_OPTIONS |= {"optimizer"}
+PATH_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "data_dir"}
 
 
 class UserError(Exception):
@@ -1480,6 +1712,9 @@ def settle_options(cfg, world, checkpoint: dict | None):
         return
     saved = checkpoint["config"]
     cfg.global_batch_size = cfg.global_batch_size or saved["global_batch_size"]
+    cfg.init = cfg.init or saved["init"]
+    if cfg.resume == "auto":
+        cfg.resume = saved["resume"]
     changes = {}
     for name, now in vars(cfg).items():
         if name not in FREE_OPTIONS and name in saved and saved[name] != now:
@@ -1509,6 +1744,21 @@ def import_package(module: str, needed_by: str, package: str = ""):
 def did_you_mean(word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     return f", did you mean {near[0]}?" if near else ""
+
+
+def code_version() -> str:
+    """What runs: digests of the started script and of this file, and the commit."""
+    started = getattr(sys.modules["__main__"], "__file__", None) or __file__
+    parts = []
+    for file in sorted({Path(started).resolve(), Path(__file__).resolve()}):
+        digest = blake2b(file.read_bytes(), digest_size=4).hexdigest()
+        parts.append(f"{file.name} {digest}")
+    describe_commit = ["git", "describe", "--always", "--dirty=, modified", "--exclude=*"]
+    with suppress(OSError):  # no git
+        git = subprocess.run(describe_commit, cwd=file.parent, capture_output=True, text=True)
+        if git.returncode == 0:
+            parts.append(f"commit {git.stdout.strip()}")
+    return ", ".join(parts)
 
 
 def script_name() -> str:
@@ -1543,11 +1793,11 @@ def build_parser(task) -> Parser:
     add("--init", metavar="FILE.pt", help="begin with the weights of another run")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
     add("--stop-at-step", type=positive_int, help="save and exit at this step; same schedule")
-    add("--seed", type=int, default=42, help="random seed [42]")
+    add("--seed", type=natural, default=42, help="random seed [42]")
     add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
     add("--reproducible", action=switch, default=False, help="same weights on any number of ranks")
     add("--data-dir", default="data", help="where the data is, or is downloaded to [data]")
-    add("--num-workers", type=int, help="loader workers, for files [cores of a rank]")
+    add("--num-workers", type=natural, help="loader workers, for files [cores of a rank]")
     add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
     add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
@@ -1559,6 +1809,8 @@ def build_parser(task) -> Parser:
     add("--tf32", action=switch, default=True, help="TF32 for float32 products on GPUs [on]")
     add("--compile", action=switch, default=False, help="torch.compile the model")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--eval-every-steps", type=positive_int, help="evaluate every N steps, not only each epoch")
+    add("--patience", type=positive_int, help="stop after N evaluations without a better one")
     add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
     add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
     add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
@@ -1569,8 +1821,15 @@ def build_parser(task) -> Parser:
     add("--nodes", type=positive_int, help="fail unless there are this many nodes")
     add("--gpus-per-node", type=positive_int, help="fail unless a node has this many ranks")
     add("--hang-timeout", type=positive_int, default=600, help="seconds without progress [600]")
-    task.add_options(parser)  # last: it may set defaults of the others
+    try:
+        task.add_options(parser)  # last: it may set defaults of the others
+    except argparse.ArgumentError as error:
+        raise UserError(f"{type(task).__name__}.add_options(): {error}") from None
     return parser
+
+
+def natural(text: str) -> int:
+    return checked(int(text), 0, 2**63 - 1)
 
 
 def positive_int(text: str) -> int:
@@ -1602,12 +1861,27 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     files.add_argument("--config")
     files.add_argument("--evaluate")
     given, _ = files.parse_known_args(argv)
+    expand_paths(given)
     if given.evaluate:
         saved = load_checkpoint(Path(given.evaluate))["config"]
         parser.set_defaults(**saved | {"nodes": None, "gpus_per_node": None})
     # The launchers always name a config; a checkpoint has its own options.
     words = read_config(given.config, parser) if given.config and not given.evaluate else []
-    return parser.parse_args(words + argv)
+    cfg = parser.parse_args(words + argv)
+    expand_paths(cfg)
+    return cfg
+
+
+def expand_paths(cfg):
+    """Replace ~ and $VARIABLES, which a shell does not do after a = and nobody in a config file."""
+    for name in PATH_OPTIONS & vars(cfg).keys():
+        value = getattr(cfg, name)
+        if value:
+            value = os.path.expandvars(os.path.expanduser(value))
+            setattr(cfg, name, value)
+            if "$" in value:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} {value}: this variable is not set")
 
 
 def read_config(file: str, parser) -> list[str]:
@@ -1619,7 +1893,7 @@ def read_config(file: str, parser) -> list[str]:
         raise UserError(f"cannot read --config {file}: {error}") from None
     if not isinstance(options, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
-    known = parser.defaults()
+    known = {action.dest: action for action in parser._actions}
     of_this_file = build_parser(Task()).defaults()
     words = []
     for name, value in options.items():
@@ -1628,15 +1902,19 @@ def read_config(file: str, parser) -> list[str]:
             continue
         if name not in known:
             if name in of_this_file:  # configs/default_config.yaml has it, but not your task
+                if is_launched_as_rank_0():
+                    log(f"--config {file}: {name} is ignored, which this task does not have")
                 continue
             raise UserError(
                 f"--config {file}: there is no option {name}{did_you_mean(name, known)}"
             )
-        text = str(value).lower()
+        is_true = str(value).lower() == "true"
         if isinstance(value, list):
             words += [flag, *map(str, value)]
-        elif text in ("true", "false"):
-            words.append(flag if text == "true" else flag.replace("--", "--no-", 1))
+        elif isinstance(known[name], argparse.BooleanOptionalAction):
+            words.append(flag if is_true else flag.replace("--", "--no-", 1))
+        elif known[name].nargs == 0:  # of action="store_true"
+            words += [flag] * is_true
         else:
             words.append(f"{flag}={value}")
     return words
@@ -1655,7 +1933,7 @@ def main(task: Task | None = None, argv: list[str] | None = None):
         else:
             train(task, cfg, world)
     except UserError as error:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # its launcher may end this rank
         if not is_launched_as_rank_0():
             time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
         log(f"{script_name()}: error: {error}", sys.stderr)

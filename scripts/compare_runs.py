@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 
 # What the trainer records in metrics.jsonl that differs between equal runs.
-NOT_COMPARED = ("kind", "step", "time", "samples_per_second")
+NOT_COMPARED = {"kind", "step", "time", "samples_per_second", "data_wait", "seconds_left"}
+NOT_COMPARED |= {"gpu_memory_gb"}
 LONGEST = 200  # characters of a value to print
 
 

@@ -19,7 +19,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-NOT_METRICS = re.compile("kind|step|time|epoch|lr|samples_per_second")
+NOT_METRICS = re.compile(
+    "kind|step|time|epoch|lr|samples_per_second|data_wait|gradient_norm|seconds_left|gpu_memory_gb"
+)
 COLUMNS = 3  # panels side by side at most
 MAX_RANKS = 10**6
 NEVER = 10**11  # seconds since 1970: no attempt ends later

@@ -42,19 +42,17 @@ LAUNCH_VARIABLES = re.compile(r"^(SLURM_|PBS_|TORCHELASTIC_|MASTER_|OMP_|WANDB_)
 
 # Records the samples of each (step, micro-batch) as the loader takes them from the sampler.
 RECORD = """if True:
-    import json, os
+    import itertools, json, os
     from train_distributed import SampleStream
 
     def recorded(self, step, device, inner=SampleStream.keys):
-        batches, rank = inner(self, step, device), os.environ.get("RANK", "0")
+        rank = os.environ.get("RANK", "0")
+        places = ((s, micro) for s in itertools.count(step) for micro in self.micro_batches)
         with open(f"{DIRECTORY}-samples{rank}.jsonl", "a") as file:
-            while True:
-                for micro in self.micro_batches:
-                    keys = next(batches)
-                    ids = [key % self.samples for key in keys.tolist()]
-                    print(json.dumps([step, micro, ids]), file=file, flush=True)
-                    yield keys
-                step += 1
+            for keys, (s, micro) in zip(inner(self, step, device), places):
+                ids = [key % self.samples for key in keys.tolist()]
+                print(json.dumps([s, micro, ids]), file=file, flush=True)
+                yield keys
 
     SampleStream.keys = recorded
 """
@@ -148,10 +146,11 @@ class Result:
         return torch.load(path, map_location="cpu", weights_only=True)
 
     def newest(self) -> dict:
-        return self.checkpoint(max(self.directory.glob("*.pt"), key=os.path.getmtime).stem)
+        newest = max(self.directory.glob("checkpoint_*.pt"), key=os.path.getmtime)
+        return self.checkpoint(newest.stem)
 
     def checkpoints(self) -> set[str]:
-        return {path.stem for path in self.directory.glob("*.pt")}
+        return {path.stem for path in self.directory.glob("checkpoint_*.pt")}
 
     def status(self) -> dict:
         return json.loads((self.directory / "status.json").read_text())

@@ -81,7 +81,7 @@ def test_a_global_batch_of_more_samples_than_there_are_is_refused(tmp_path, tiny
 
 
 def test_an_unknown_model_is_named(tmp_path, tiny):
-    assert "--model resnet_50: " in refuse(tmp_path / "r", *tiny, "--model=resnet_50")
+    assert "did you mean resnet50?" in refuse(tmp_path / "r", *tiny, "--model=resnet_50")
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):

@@ -1,0 +1,450 @@
+"""What people expect of a trainer in use, and what public bug reports of others have broken."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import REPO, assert_same_state, train
+from PIL import Image
+from test_bad_input import refuse
+
+import train_distributed
+from train_distributed import Task, UserError, image_folders, load_model, parse_config
+
+# A small regression, to be subclassed.
+SMALL = """if True:
+    import os
+    import numpy as np
+    import torch
+    import train_distributed as trainer
+
+    class Small(trainer.Task):
+        best = "loss"
+        best_is_lowest = True
+
+        def data(self, cfg):
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(64, 4, generator=generator)
+            y = x.sum(1, keepdim=True)
+            return trainer.InMemoryDataset(x[:48], y[:48]), trainer.InMemoryDataset(x[48:], y[48:])
+
+        def model(self, cfg):
+            return torch.nn.Linear(4, 1)
+
+        def loss(self, model, batch):
+            x, y = batch
+            return (model(x) - y).square().mean(), {}
+
+        def report(self, sums):
+            return {"loss": sums["loss"] / sums["count"]}
+
+"""
+QUICK = ["--batch-size=8", "--warmup-epochs=0"]
+
+
+def small(methods: str = "pass") -> dict[str, str]:
+    lines = "".join(f"        {line}\n" for line in methods.strip().splitlines())
+    return {"before": f"{SMALL}    class Mine(Small):\n{lines}\n    task = Mine()\n"}
+
+
+def test_the_metrics_of_an_epoch_are_those_of_its_own_steps(tmp_path):
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=3", "--log-every-steps=1", **small())
+    steps = [record["loss"] for record in run.records("train")]
+    for number, epoch in enumerate(run.records("epoch")):
+        assert epoch["loss"] == pytest.approx(np.mean(steps[6 * number : 6 * number + 6]))
+
+
+def test_a_record_says_what_people_look_for(tmp_path):
+    options = [*QUICK, "--epochs=2", "--log-every-steps=3"]
+    run = train(tmp_path / "run", 2, *options, **small())
+    first = run.records("train")[0]
+    assert 0 <= first["data_wait"] <= 1 and first["seconds_left"] > 0 and first["gradient_norm"] > 0
+    assert run.records("train")[-1]["seconds_left"] == run.status()["seconds_left"] == 0
+    assert " left at " in run.out[0] and "epoch 1.00, " in run.out[0]
+    clipped = train(tmp_path / "clipped", 2, *options, "--clip-grad-norm=1e-9", **small())
+    norm = clipped.records("train")[0]["gradient_norm"]  # before it was clipped
+    assert norm > 0.1
+
+
+GETS_BETTER_ONCE = """
+best = "score"
+best_is_lowest = False
+calls = 0
+
+def report(self, sums):
+    values = super().report(sums)
+    if sums["count"] == 16:  # the test set
+        self.calls += 1
+        values["score"] = [5, 4, 6, 3, 2, 1, 0][self.calls - 1]
+    return values
+"""
+
+
+def test_the_best_checkpoint_is_kept_and_patience_ends_the_training(tmp_path):
+    options = [*QUICK, "--epochs=9", "--eval-every-steps=4", "--keep=1", "--patience=3"]
+    run = train(tmp_path / "run", 2, *options, **small(GETS_BETTER_ONCE))
+    assert [record["step"] for record in run.records("evaluation")] == [4, 8]
+    assert run.checkpoint("best")["state"]["step"] == 6  # the third evaluation, of epoch 2
+    assert run.status()["state"] == "finished" and run.status()["global_step"] == 12
+    assert "no better score in 3 evaluations" in run.status()["reason"]
+    assert run.checkpoints() == {"checkpoint_epoch_4"}
+    assert load_model(run.directory / "best.pt", named_task("Mine")).weight.shape == (1, 4)
+
+
+def named_task(name: str):
+    class Loaded(Task):
+        def model(self, cfg):
+            return torch.nn.Linear(4, 1)
+
+    Loaded.__name__ = name
+    return Loaded()
+
+
+def test_a_resumed_run_still_knows_its_best_evaluation(tmp_path):
+    """And evaluates a step again whose evaluation was not saved."""
+    options = [*QUICK, "--epochs=6", "--patience=9", "--lr=0.01"]
+    whole = train(tmp_path / "whole", 2, *options, **small())
+    for stop in (2, 3, 5, 18):
+        run = train(tmp_path / "run", 2, *options, f"--stop-at-step={stop}", **small())
+    assert_same_state(run.newest(), whole.newest())
+    assert run.newest()["state"]["best"] == whole.newest()["state"]["best"] is not None
+    assert_same_state(run.checkpoint("best"), whole.checkpoint("best"))
+    worse = small("def report(self, sums): return {'loss': 1e9}")
+    train(tmp_path / "run", 2, *options, "--epochs=7", **worse)
+    assert_same_state(run.checkpoint("best"), whole.checkpoint("best"))
+
+
+def test_a_task_can_end_the_training_after_an_evaluation(tmp_path):
+    good = "def after_evaluation(self, values): return values['loss'] < 1e9"
+    run = train(tmp_path / "run", 2, *QUICK, "--epochs=5", **small(good))
+    assert run.status()["state"] == "finished" and run.status()["global_step"] == 3
+
+
+def test_patience_needs_a_metric(tmp_path):
+    message = refuse(tmp_path / "run", *QUICK, "--patience=2", **small("best = 'f1'"))
+    assert "f1" in message and "Task.best" in message
+
+
+def test_what_ran_is_recorded_and_a_change_is_reported(tmp_path):
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=1", **small())
+    code = run.newest()["code"]
+    assert "train_distributed.py " in code and f"Code: {code}\n" in run.out[0]
+    assert (run.directory / "config.yaml").read_text().startswith(f"# {code}\n")
+    changed = "import train_distributed; train_distributed.code_version = lambda: 'other'\n"
+    before = {"before": changed + small()["before"]}
+    again = train(tmp_path / "run", 1, *QUICK, "--epochs=2", **before)
+    assert f"the code has changed since the checkpoint: {code} -> other\n" in again.out[0]
+
+
+def test_numbers_of_numpy_are_saved_and_resumed(tmp_path):
+    methods = """
+def optimizer(self, cfg, model):
+    rates = np.geomspace(0.01, 0.1, 2)
+    pairs = zip(rates, model.parameters())
+    return torch.optim.SGD([{"params": [p], "lr": rate} for rate, p in pairs], momentum=0.9)
+
+def lr_factor(self, cfg, epoch):
+    return np.cos(epoch / cfg.epochs)
+
+def report(self, sums):
+    return {"loss": torch.tensor(sums["loss"] / sums["count"]), "one": np.float32(1)}
+"""
+    options = [*QUICK, "--epochs=2"]
+    whole = train(tmp_path / "whole", 1, *options, **small(methods))
+    train(tmp_path / "run", 1, *options, "--stop-at-step=4", **small(methods))
+    run = train(tmp_path / "run", 1, *options, **small(methods))
+    assert_same_state(run.newest(), whole.newest())
+    assert run.records("epoch")[-1]["test_one"] == 1.0
+
+
+def test_a_checkpoint_that_could_not_be_loaded_ends_the_run_at_the_first_save(tmp_path):
+    methods = """
+def data(self, cfg):
+    self.spec = {"classes": np.int64(3)}
+    return super().data(cfg)
+"""
+    options = [*QUICK, "--epochs=9"]
+    message = refuse(tmp_path / "run", *options, **small(methods))
+    assert "Task.spec" in message and "checkpoint_epoch_1.pt" in message
+    assert not list(tmp_path.glob("run/*.pt"))
+
+
+def test_ranks_that_see_different_data_are_reported(tmp_path):
+    fewer = """
+def data(self, cfg):
+    train_set, test_set = super().data(cfg)
+    if os.environ["RANK"] == "1":
+        train_set.tensors = [tensor[:40] for tensor in train_set.tensors]
+    return train_set, test_set
+"""
+    message = refuse(tmp_path / "run", *QUICK, ranks=2, **small(fewer))
+    assert "rank 1 " in message and "[40, 16]" in message and "[48, 16]" in message
+    names = "def data(self, cfg): self.spec = {'r': os.environ['RANK']}; return super().data(cfg)"
+    assert "Task.spec" in refuse(tmp_path / "run", *QUICK, ranks=2, **small(names))
+
+
+def test_a_metric_that_is_not_finite_is_null_in_the_records(tmp_path):
+    run = train(tmp_path / "run", 1, *QUICK, **small("def report(self, s): return {'f1': np.nan}"))
+    text = (run.directory / "metrics.jsonl").read_text()
+    assert "NaN" not in text and json.loads(text.splitlines()[0])["f1"] is None
+
+
+def test_a_time_limit_that_is_over_is_ignored(tmp_path):
+    """That of a Slurm job that has ended, in whose tmux the training is started."""
+    env = {"SLURM_JOB_END_TIME": str(time.time() - 3600)}
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=1", env=env, **small())
+    assert "WARNING: " in run.err[0] and run.status()["state"] == "finished"
+
+
+def test_home_and_variables_are_replaced_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/jane")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    file = tmp_path / "options.yaml"
+    file.write_text("data_dir: $SCRATCH/data\ncheckpoint_dir: ~/runs\n")
+    cfg = parse_config([f"--config={file}", "--init=~/one.pt"])
+    paths = (cfg.data_dir, cfg.checkpoint_dir, cfg.init)
+    assert paths == ("/scratch/data", "/home/jane/runs", "/home/jane/one.pt")
+    with pytest.raises(UserError, match="--data-dir .ABSENT/data: this variable is not set"):
+        parse_config(["--data-dir=$ABSENT/data"])
+
+
+def test_switches_of_a_task_can_be_set_in_a_file(tmp_path):
+    class Switched(Task):
+        def add_options(self, parser):
+            super().add_options(parser)
+            parser.add_argument("--fast", action="store_true")
+            parser.add_argument("--word")
+
+    file = tmp_path / "options.yaml"
+    for value in ("true", "false"):
+        file.write_text(f"fast: {value}\nword: {value}\ncompile: {value}\n")
+        cfg = parse_config([f"--config={file}"], Switched())
+        assert (cfg.fast, cfg.compile, cfg.word) == (value == "true", value == "true", value)
+
+
+def test_an_option_of_a_task_that_exists_is_named():
+    class Doubled(Task):
+        def add_options(self, parser):
+            parser.add_argument("--lr", type=float)
+
+    with pytest.raises(UserError, match="Doubled.add_options.*--lr"):
+        parse_config([], Doubled())
+
+
+def test_pictures_are_read_as_a_viewer_shows_them(tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        gray = np.full((40, 40), 32768, np.uint16)
+        Image.fromarray(gray).save(tmp_path / part / "a" / "gray.png")
+        exif = Image.Exif()
+        exif[0x0112] = 6  # turned by 90 degrees
+        half = np.zeros((40, 40, 3), np.uint8)
+        half[:20] = 255  # its upper half is the right one
+        Image.fromarray(half).save(tmp_path / part / "a" / "turned.png", exif=exif)
+    _, test_set = image_folders(tmp_path, 32)
+    gray, turned = test_set[0][0], test_set[1][0]
+    assert gray.float().mean() == 128
+    assert turned[0, 16, 28] == 255 and turned[0, 16, 4] == 0
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "val" / "b").mkdir()
+    for folder in ("train/.ipynb_checkpoints", "val/b"):
+        Image.fromarray(half).save(tmp_path / folder / "1.png")
+    with pytest.raises(UserError, match=".ipynb_checkpoints"):
+        image_folders(tmp_path, 32)
+
+
+def test_a_picture_that_is_too_large_is_named(tmp_path, monkeypatch):
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        Image.fromarray(np.zeros((40, 40), np.uint8)).save(tmp_path / part / "a" / "large.png")
+    options = ["--dataset=imagefolder", f"--data-dir={tmp_path}", "--batch-size=1"]
+    before = "from PIL import Image; Image.MAX_IMAGE_PIXELS = 100"
+    message = refuse(tmp_path / "run", *options, "--num-workers=1", before=before)
+    assert "train/a/large.png" in message
+
+
+def test_models_of_torchvision_that_return_more_than_logits_train():
+    task = Task()
+    cfg = parse_config(["--dataset=synthetic", "--model=googlenet"])
+    task.spec = {"classes": ["a", "b"]}
+    model = task.model(cfg)
+    images = torch.zeros(2, 3, 224, 224, dtype=torch.uint8)
+    loss, _ = task.loss(model, [images, torch.tensor([0, 1])])
+    assert loss.isfinite()
+    cfg.model = "fcn_resnet50"
+    with pytest.raises(UserError, match="fcn_resnet50"):
+        task.model(cfg)
+
+
+def test_output_may_be_replaced_by_an_object_that_is_no_file(tmp_path):
+    replaced = """
+import sys
+
+class Lines:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        self.stream.write(text)
+
+    def flush(self):
+        self.stream.flush()
+
+sys.stdout, sys.stderr = Lines(sys.stdout), Lines(sys.stderr)
+"""
+    before = {"before": replaced + small()["before"]}
+    run = train(tmp_path / "run", 2, *QUICK, "--epochs=1", **before)
+    assert "Finished" in run.out[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_cannot_be_stacked_are_a_user_error(tmp_path, workers):
+    ragged = """
+def data(self, cfg):
+    samples = [(torch.zeros(1 + i % 3), 0) for i in range(32)]
+    return samples, None
+"""
+    message = refuse(tmp_path / "run", *QUICK, f"--num-workers={workers}", **small(ragged))
+    assert "collate_fn" in message
+
+
+def test_a_long_tmpdir_is_refused_before_workers_hang(tmp_path):
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    listed = "def data(self, cfg): return [(torch.ones(4), torch.ones(1))] * 32, None"
+    before = f"import tempfile; tempfile.tempdir = {str(long)!r}\n" + small(listed)["before"]
+    message = refuse(tmp_path / "run", *QUICK, "--num-workers=1", before=before)
+    assert "TMPDIR" in message
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path):
+    before = """
+import fcntl
+def flock(*_):
+    raise OSError(38, "Function not implemented")
+fcntl.flock = flock
+"""
+    before = {"before": before + small()["before"]}
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=1", **before)
+    assert "WARNING: " in run.err[0] and "Function not implemented" in run.err[0]
+
+
+def test_without_the_environment_one_sentence_says_so(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ImportError(\"No module named 'numpy'\")\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, REPO / "train_distributed.py", "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "numpy" in done.stderr and "activate the environment" in done.stderr
+
+
+def test_one_bit_of_the_optimizer_is_noticed_too(tmp_path):
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=2", **small())
+    path = run.directory / "checkpoint_epoch_2.pt"
+    content = torch.load(path)
+    content["optimizer"]["state"][0]["momentum_buffer"].view(torch.int32)[0, 0] ^= 1 << 29
+    torch.save(content, path)
+    again = train(tmp_path / "run", 1, *QUICK, "--epochs=2", **small())
+    assert "checkpoint_epoch_2.pt is damaged (0.momentum_buffer)" in again.err[0]
+
+
+def test_a_damaged_model_is_not_loaded(tmp_path):
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=1", **small())
+    path = run.directory / "checkpoint_epoch_1.pt"
+    content = torch.load(path)
+    content["model"]["weight"][0, 0] += 1
+    torch.save(content, path)
+    with pytest.raises(UserError, match="damaged"):
+        load_model(path, named_task("Mine"))
+    for option in ("evaluate", "init"):
+        message = refuse(tmp_path / option, *QUICK, f"--{option}={path}", **small())
+        assert "damaged" in message
+
+
+def test_the_optimizer_of_a_run_is_not_given_to_other_parameters(tmp_path):
+    layers = """
+def model(self, cfg):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    if "FROZEN" in os.environ:
+        model[0].requires_grad_(False)
+    return model
+"""
+    train(tmp_path / "run", 1, *QUICK, "--epochs=1", **small(layers))
+    options = [*QUICK, "--epochs=2"]
+    message = refuse(tmp_path / "run", *options, env={"FROZEN": "1"}, **small(layers))
+    assert "another optimizer" in message
+
+
+def test_random_numbers_of_an_evaluation_depend_on_the_sample_alone(tmp_path):
+    drawn = """
+def data(self, cfg):
+    train_set, test_set = super().data(cfg)
+    return list(zip(*train_set.tensors)), list(zip(*test_set.tensors))
+
+def loss(self, model, batch):
+    loss, _ = super().loss(model, batch)
+    return loss, {"drawn": torch.rand(()) * (not model.training)}
+
+def report(self, sums):
+    return super().report(sums) | {"drawn": sums["drawn"]}
+"""
+    drawn_by = set()
+    for ranks, workers in ((1, 0), (1, 1), (3, 0)):
+        options = [*QUICK, "--batch-size=2", "--global-batch-size=6", "--epochs=1"]
+        options += [f"--num-workers={workers}"]
+        run = train(tmp_path / f"{ranks}{workers}", ranks, *options, **small(drawn))
+        drawn_by.add(round(run.records("epoch")[0]["test_drawn"], 5))
+    assert len(drawn_by) == 1
+
+
+def test_the_first_command_can_be_repeated_after_one_without_its_beginning(tmp_path):
+    other = train(tmp_path / "other", 1, *QUICK, "--epochs=1", **small())
+    options = [*QUICK, f"--init={other.directory}/checkpoint_epoch_1.pt"]
+    train(tmp_path / "run", 1, *options, "--epochs=1", **small())
+    train(tmp_path / "run", 1, *QUICK, "--epochs=2", **small())
+    train(tmp_path / "run", 1, *options, "--epochs=3", **small())
+
+
+def test_a_finished_run_that_is_resumed_elsewhere_is_saved_there(tmp_path):
+    first = train(tmp_path / "first", 1, *QUICK, "--epochs=1", **small())
+    file = first.directory / "checkpoint_epoch_1.pt"
+    second = train(tmp_path / "second", 1, *QUICK, "--epochs=1", f"--resume={file}", **small())
+    assert_same_state(second.newest(), first.newest())
+
+
+@pytest.mark.parametrize("options", ["static_graph=True", "find_unused_parameters=True"])
+def test_a_task_chooses_how_ddp_wraps_its_loss(tmp_path, options):
+    methods = f"""
+def model(self, cfg):
+    model = torch.nn.Linear(4, 1)
+    model.unused = torch.nn.Parameter(torch.ones(3))
+    return model
+
+def wrap(self, loss):
+    return torch.nn.parallel.DistributedDataParallel(loss, {options})
+"""
+    run = train(tmp_path / "run", 2, *QUICK, "--epochs=1", "--optimizer=adamw", **small(methods))
+    assert run.newest()["model"]["unused"].tolist() == pytest.approx([1, 1, 1], abs=1e-2)
+
+
+def test_newest_means_the_step_not_the_time_of_the_file(tmp_path):
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=2", "--keep=2", **small())
+    os.utime(run.directory / "checkpoint_epoch_2.pt", (0, 0))
+    train(tmp_path / "run", 1, *QUICK, "--epochs=3", "--keep=2", **small())
+    assert run.checkpoints() == {"checkpoint_epoch_2", "checkpoint_epoch_3"}
+
+
+def test_the_file_is_imported_by_a_copy_without_a_repository(tmp_path):
+    (tmp_path / "train_distributed.py").write_bytes((REPO / "train_distributed.py").read_bytes())
+    code = "import train_distributed; print(train_distributed.code_version())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("train_distributed.py ") and "commit" not in done.stdout
+    assert Path(train_distributed.__file__).parent == REPO
