@@ -123,7 +123,7 @@ TRAINER = {
     "damaged weights are found": (
         "faults/test_damage.py",
         " differs$",
-        "t.damaged_weights = lambda checkpoint: ''",
+        "t.damaged_tensor = lambda checkpoint: ''",
     ),
     "files are written under another name first": (
         "faults/test_kills.py -k inside_a_save",
