@@ -566,11 +566,10 @@ def test_the_smoke_test_finds_a_resume_that_is_not_exact(cluster, repo, tmp_path
         f"import sys, torch\n"
         f"sys.path.insert(0, {str(repo)!r})\n"
         "import train_distributed as trainer\n"
-        "def load_checkpoint(path, exact=trainer.load_checkpoint):\n"
-        "    state = exact(path)\n"
-        "    next(iter(state['model'].values())).flatten()[0] += 1e-6\n"
-        "    return state\n"
-        "trainer.load_checkpoint = load_checkpoint\n"
+        "def load_weights(model, weights, exact=trainer.load_weights):\n"
+        "    exact(model, weights)\n"
+        "    next(model.parameters()).data.flatten()[0] += 1e-6\n"
+        "trainer.load_weights = load_weights\n"
         "sys.exit(trainer.main())\n"
     )
     command = ["scripts/test_distributed.sh", "1"]
@@ -592,4 +591,4 @@ def test_a_run_directory_that_the_nodes_do_not_share_is_an_error(cluster, repo, 
     finally:
         assert cluster.on("node02", "umount", run)[0] == 0
     assert code == 1
-    assert f"error: {run}/checkpoint_step_3.pt on node02 is damaged or not a checkpoint" in text
+    assert f"error: node02 cannot read {run}/checkpoint_step_3.pt" in text
