@@ -591,4 +591,4 @@ def test_a_run_directory_that_the_nodes_do_not_share_is_an_error(cluster, repo, 
     finally:
         assert cluster.on("node02", "umount", run)[0] == 0
     assert code == 1
-    assert f"error: node02 cannot read {run}/checkpoint_step_3.pt" in text
+    assert f"node02 cannot read {run}/checkpoint_step_3.pt" in text
