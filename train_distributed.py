@@ -1618,7 +1618,8 @@ def load_checkpoint(path: Path) -> dict:
 
 def tensors_of(checkpoint: dict) -> dict[str, torch.Tensor]:
     """Those of the model and of the optimizer, by name."""
-    parts = {"model": checkpoint["model"], **checkpoint["optimizer"]["state"]}
+    optimizer = checkpoint.get("optimizer", {"state": {}})  # not in a file of weights alone
+    parts = {"model": checkpoint["model"], **optimizer["state"]}
     named = {}
     for part, values in parts.items():
         for name, value in values.items():
@@ -1632,7 +1633,7 @@ def damaged_tensor(checkpoint: dict) -> str:
     tensors = tensors_of(checkpoint)
     now = digests_of(tensors.values()).tolist()
     saved = checkpoint["digests"]
-    damaged = [name for name, digest in zip(tensors, now) if digest != saved.get(name)]
+    damaged = [name for name, digest in zip(tensors, now) if digest != saved.get(name, digest)]
     return damaged[0] if damaged else ""
 
 
