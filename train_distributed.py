@@ -379,7 +379,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     why = f" ({reason})" if reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
     log_on_rank_0(world, f"{ending.title()} at {where}")
-    saver.write_status(state.step, ending, reason)
+    saver.write_status(state.step, ending, reason, sync.seconds_left)
     on_rank_0(world, os.close, lock)  # the others wait: a launcher may end all when one exits
 
 
@@ -396,6 +396,8 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
         batch = next(batches)
         sync.seconds_waited += time.monotonic() - began
         seed_generators(derive_seed(cfg.seed, "dropout", step, micro), world.device)
+        # The gradient is the sum of weight * loss over all micro-batches of all ranks. With counts,
+        # weight * loss is a sum over items, and divide_by_items() makes it the mean over all.
         is_last = micro == stream.micro_batches[-1]  # only then DDP exchanges the gradients
         with loss_of.no_sync() if uses_ddp and not is_last else nullcontext():
             with autocast(cfg, world):
@@ -1063,10 +1065,10 @@ class Sync:
         self.requests = requests
         self.stop_reason = ""  # the same on all ranks
         self.rows: list[tuple[int, dict]] = []  # what loss() has returned
-        self.interval = 1  # steps until the next one
+        self.steps_between = 1  # two exchanges
         self.seconds_per_step = 1.0  # since the exchange before
         self.data_wait = 0.0  # the part of it in which the ranks wait for data
-        self.seconds_left = 0.0
+        self.seconds_left: float | None = None  # until the first exchange
         self.gradient_norms: dict[int, torch.Tensor] = {}  # by recorded step, before clipping
         self.restart(0)
 
@@ -1082,7 +1084,7 @@ class Sync:
 
     def is_due(self, step: int) -> bool:
         """The same on all ranks."""
-        return step >= self.step + self.interval
+        return step >= self.step + self.steps_between
 
     def add(self, interval: int, values: dict):
         """Keep numbers, and tensors without dimensions, without waiting for the GPU."""
@@ -1098,16 +1100,20 @@ class Sync:
         """
         names = list(self.rows[0][1])
         columns = {name: numbers_of([row[name] for _, row in self.rows]) for name in names}
-        columns["loss"] *= columns["count"]
-        intervals = [interval for interval, _ in self.rows]
-        intervals, place = np.unique(intervals, return_inverse=True)
-        sums = np.zeros((len(intervals), len(names)))
-        np.add.at(sums, place, np.stack(list(columns.values()), axis=1))
+        sums: dict[int, dict[str, float]] = {}
+        for place, (interval, _) in enumerate(self.rows):
+            row = {name: column[place] for name, column in columns.items()}
+            row["loss"] *= row["count"]
+            total = sums.setdefault(interval, dict.fromkeys(names, 0.0))
+            for name in names:
+                total[name] += row[name]
         self.rows.clear()
-        *numbers, flags = self.agree(step, [*sums.flatten(), float(flag)])
-        sums = np.reshape(numbers, sums.shape).tolist()
-        totals = {i: dict(zip(names, row)) for i, row in zip(intervals.tolist(), sums)}
-        return totals, flags > 0
+        numbers = [value for total in sums.values() for value in total.values()]
+        *numbers, flags = self.agree(step, [*numbers, float(flag)])
+        for place, total in enumerate(sums.values()):
+            begin = place * len(names)
+            total.update(zip(names, numbers[begin : begin + len(names)]))
+        return sums, flags > 0
 
     def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
         """The sums of the numbers over all ranks; sets stop_reason. Collective."""
@@ -1118,27 +1124,28 @@ class Sync:
         waited = self.seconds_waited / steps / ranks
         reasons = self.requests.poll(self.world.rank) if self.requests else []
         flags = [float(reason in reasons) for reason in STOP_REASONS]
-        numbers = [*numbers, waited, seconds, *flags]
-        if self.world.world_size > 1:
-            vector = torch.tensor(numbers, dtype=torch.float64).to(self.world.device)
+        sums = [*numbers, seconds, waited, *flags]
+        if ranks > 1:
+            vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
             dist.all_reduce(vector)
-            numbers = vector.tolist()
-        for reason in reversed(STOP_REASONS):
-            if numbers.pop():
-                self.stop_reason = reason
-        self.seconds_per_step = numbers.pop()  # the mean of all ranks
-        self.data_wait = numbers.pop() / self.seconds_per_step
-        self.seconds_left = (self.last_step - step) * self.seconds_per_step
+            sums = vector.tolist()
+        seconds, waited, *flags = sums[len(numbers) :]
+        reasons = [reason for reason, flag in zip(STOP_REASONS, flags) if flag]
+        if reasons:
+            self.stop_reason = reasons[0]
+        self.seconds_per_step = seconds  # the mean of all ranks
+        self.data_wait = waited / seconds
+        self.seconds_left = (self.last_step - step) * seconds
         # The first steps are slow: approach the right number by doubling it.
-        self.interval = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
-        return numbers
+        self.steps_between = max(1, min(2 * steps, int(self.SECONDS / seconds)))
+        return sums[: len(numbers)]
 
 
-def numbers_of(values: list) -> np.ndarray:
-    """float64 [n] from numbers, or from tensors without dimensions: then it waits for the GPU."""
+def numbers_of(values: list) -> list[float]:
+    """Of numbers, or of tensors without dimensions: then it waits for the GPU."""
     if isinstance(values[0], torch.Tensor):
-        values = torch.stack(values).tolist()
-    return np.array(values, dtype=np.float64)
+        return torch.stack(values).tolist()
+    return [float(value) for value in values]
 
 
 class MetricsWriter:
@@ -1439,6 +1446,7 @@ class Saver:
         # What the optimizer has learned is part of the run, but an option that was changed applies.
         saved = checkpoint["optimizer"]["param_groups"]
         for group, before, now in zip(saved, checkpoint["first_groups"], self.first_groups):
+            # For example {"weight_decay"}. Not "params": they say which weights the state is of.
             changed = {name for name in now if name != "params" and now[name] != before.get(name)}
             group.update({name: now[name] for name in changed})
         try:
@@ -1546,7 +1554,7 @@ class Saver:
         number = int(path.stem.rpartition("_")[2])
         return self.stream.steps_of(number) if "epoch" in path.name else number
 
-    def write_status(self, step: int, state: str, reason: str = "", seconds_left: float = 0.0):
+    def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
         """status.json, and a copy for the supervisor. States: running, finished, stopped."""
         if self.world.rank != 0:
             return
@@ -1943,6 +1951,7 @@ def main(task: Task | None = None, argv: list[str] | None = None):
         faulthandler.cancel_dump_traceback_later()  # a script may go on after main()
         gc.enable()
         gc.unfreeze()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch raises an error at the exit
         for worker in multiprocessing.active_children():
             worker.kill()  # of a DataLoader; exit would wait for it
     if dist.is_initialized():
