@@ -180,7 +180,8 @@ class Task:
         """The learning rate of each parameter group is its peak: see lr_factor()."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         # Fused is faster. With fp16, a first step that is skipped would leave its state undefined.
-        options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.amp != "fp16"}
+        fused = cfg.amp != "fp16" and all(p.is_floating_point() for p in parameters)
+        options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": fused}
         if cfg.optimizer == "adamw":
             return torch.optim.AdamW(parameters, **options)
         return torch.optim.SGD(parameters, momentum=0.9, **options)
@@ -941,7 +942,7 @@ def settle_buckets(ddp: DistributedDataParallel):
     trained = [p for p in ddp.parameters() if p.requires_grad]
 
     def zero(_batch) -> torch.Tensor:
-        return sum(p.sum() * 0 for p in trained)
+        return sum(p.sum().abs() * 0 for p in trained)
 
     ddp.module.forward = zero
     ddp(None).backward()
@@ -998,7 +999,8 @@ class ExactGradients:
     def add_micro_batch(self):
         """Move the gradients of a micro-batch from .grad to the total."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients]).double() / self.scale
+        flat = torch.cat([as_real(gradient).flatten() for gradient in gradients]).double()
+        flat = flat / self.scale
         self.total = self.total + (flat + self.ROUNDING - self.ROUNDING)
         for p in self.parameters:
             p.grad = None
@@ -1008,9 +1010,10 @@ class ExactGradients:
         if world.world_size > 1:
             dist.all_reduce(self.total)
         self.total.masked_fill_(self.total.abs() >= 2.0**13, math.nan)
-        sizes = [p.numel() for p in self.parameters]
+        sizes = [as_real(p).numel() for p in self.parameters]
         for p, gradient in zip(self.parameters, (self.total * self.scale).split(sizes)):
-            p.grad = torch.empty_like(p).copy_(gradient.view_as(p))
+            p.grad = torch.empty_like(p)
+            as_real(p.grad).copy_(gradient.view_as(as_real(p)))
 
 
 def check_replicas(world, model):
@@ -1030,6 +1033,11 @@ def check_replicas(world, model):
         raise UserError(f"{text} from the last checkpoint", "weights differ")
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def digests_of(tensors) -> torch.Tensor:
     """int64 [n]: for each tensor, the sum of its bits as integers that wrap around.
 
@@ -1038,9 +1046,7 @@ def digests_of(tensors) -> torch.Tensor:
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
     sums = []
     for tensor in tensors:
-        values = tensor.detach()
-        if values.is_complex():
-            values = torch.view_as_real(values)
+        values = as_real(tensor.detach())
         size = values.element_size()
         # On a CPU, PyTorch adds int32 as int64 20 times as slowly.
         total = values.view(integers[size]).sum(dtype=integers[max(size, 4)])

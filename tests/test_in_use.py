@@ -448,3 +448,26 @@ def test_the_file_is_imported_by_a_copy_without_a_repository(tmp_path):
     )
     assert done.stdout.startswith("train_distributed.py ") and "commit" not in done.stdout
     assert Path(train_distributed.__file__).parent == REPO
+
+
+COMPLEX = """
+def model(self, cfg):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(4, 1, dtype=torch.complex64))
+    return model
+
+def loss(self, model, batch):
+    x, y = batch
+    outputs = x.to(torch.complex64) @ model.weight
+    return (outputs - 1j * y).abs().square().mean(), {}
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--reproducible"]], ids=["ddp", "reproducible"])
+def test_complex_weights_train_alike_on_any_number_of_ranks(tmp_path, options):
+    """The outputs should be imaginary: a gradient without its imaginary part learns nothing."""
+    options = [*QUICK, "--global-batch-size=16", "--epochs=20", "--lr=0.1", *options]
+    one = train(tmp_path / "one", 1, *options, **small(COMPLEX))
+    two = train(tmp_path / "two", 2, *options, **small(COMPLEX))
+    assert one.records("epoch")[-1]["test_loss"] < 1e-2
+    assert torch.allclose(one.newest()["model"]["weight"], two.newest()["model"]["weight"])
