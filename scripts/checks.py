@@ -316,6 +316,9 @@ def disks(run_directory: str):
             yield Finding("FAIL", "disk", f"{text}: it is full", remedy)
         elif free < 2 * GIB:
             yield Finding("WARN", "disk", f"{text}: enough for a small model only", remedy)
+        elif len(directory) > 70 and what == "temporary files":
+            text = f"TMPDIR has {len(directory)} characters, too many for sockets of loader workers"
+            yield Finding("FAIL", "disk", text, "set a shorter TMPDIR")
         else:
             yield Finding("OK", "disk", text)
 

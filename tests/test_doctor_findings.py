@@ -91,6 +91,14 @@ def test_a_host_name_that_other_nodes_cannot_use(monkeypatch):
     assert finding.level == "WARN" and "GLOO_SOCKET_IFNAME" in finding.remedy
 
 
+def test_a_tmpdir_too_long_for_sockets(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(checks.tempfile, "tempdir", str(long))
+    _, second = checks.disks(str(tmp_path))
+    assert second.level == "FAIL" and "TMPDIR" in second.remedy
+
+
 def test_a_full_disk(small_disk):
     small_disk(8 << 20)
     first, _ = checks.disks(str(small_disk.path / "run"))
