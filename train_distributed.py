@@ -15,9 +15,9 @@ only on the step and the number of the micro-batch: any number of ranks, and res
 same ones.
 
 To save and stop: Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in
---checkpoint-dir, or the file $STOP_FILE; the time $DEADLINE (seconds since 1970). To save and
-continue: a file SAVE in --checkpoint-dir. To resume, run the same command. To use the trained
-model, see load_model(). Exit code: 0 finished or saved; 2 user error; 130 second Ctrl-C.
+--checkpoint-dir, or the file $STOP_FILE; the time $DEADLINE (seconds since 1970). A file SAVE there
+saves and continues, a file PROFILE records five steps. To resume, run the same command. To use the
+trained model, see load_model(). Exit code: 0 finished or saved; 2 user error; 130 second Ctrl-C.
 
 Sections: TASK, TRAINING, DATA, DISTRIBUTED, METRICS, STOPPING, CHECKPOINTS, OPTIONS, MAIN
 """
@@ -342,6 +342,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
     sync = Sync(cfg, world, last_step, requests)
     enough = ""  # why to finish before the last step
+    profiler = None
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(world, f"Code: {saver.code}")
     log_on_rank_0(world, f"{begin}, to step {last_step}")
@@ -363,13 +364,18 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         set_learning_rate(task, cfg, stream, optimizer, state.step)
         train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
         state.step += 1
+        if profiler:
+            profiler.step()
         ends = stream.evaluates_after(state.step) or state.step == last_step
         if ends or sync.is_due(state.step) or saver.is_planned(state.step):
-            totals, save = sync.all_reduce(state.step, saver.wants_save(state.step))
+            wishes = [saver.wants_save(state.step), saver.wants_profile()]
+            totals, (save, profile) = sync.all_reduce(state.step, wishes)
             metrics.record_intervals(state, totals, sync, optimizer)
             if ends or save or sync.stop_reason:
                 check_replicas(world, model)
                 saver.save(state, model, optimizer, scaler, sync.seconds_left)
+            if profile:
+                profiler = start_profiler(cfg, world, state.step)
             collect_garbage()
             sync.restart(state.step)
     if saver.saved_step < state.step:  # that save has failed: try again, else exit with the error
@@ -500,7 +506,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
             if sync.stop_reason:
                 return {}, sync.stop_reason
     set_training_mode(model)
-    totals, _ = sync.all_reduce(rounds)
+    totals, _ = sync.all_reduce(rounds, [])
     return totals[0], ""
 
 
@@ -563,6 +569,17 @@ def set_training_mode(model: nn.Module):
                     module.eval()
 
 
+def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
+    """Records the next five steps of this rank, after one of warm-up, in a file for Perfetto."""
+    file = run_directory(cfg) / f"trace_step_{step}_rank_{world.rank}.json"
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=5, repeat=1),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(file)),
+    )
+    profiler.start()
+    return profiler
+
+
 def collect_garbage():
     """On all ranks after the same step: a rank that collects on its own makes the others wait."""
     gc.collect()
@@ -574,6 +591,7 @@ def collect_garbage():
 # --------------------------------------------------------------------------------------- DATA
 def open_data(task, cfg, world) -> tuple[Dataset, Dataset | None]:
     """Task.data(), on rank 0 first, because it may download. Collective."""
+    start_hang_timer(cfg)
     data_sets: list = []
     task.spec = dict(task.spec)  # not that of the class, which all tasks share
 
@@ -1080,13 +1098,10 @@ class Sync:
 
     def restart(self, step: int):
         """Start the clock again, for example after a save."""
-        self.start_hang_timer()
+        start_hang_timer(self.cfg)
         self.step = step
         self.time = time.monotonic()
         self.seconds_waited = 0.0
-
-    def start_hang_timer(self):
-        faulthandler.dump_traceback_later(self.cfg.hang_timeout, exit=True, file=STDERR)
 
     def is_due(self, step: int) -> bool:
         """The same on all ranks."""
@@ -1099,8 +1114,8 @@ class Sync:
             row[name] = value.detach() if isinstance(value, torch.Tensor) else value
         self.rows.append((interval, row))
 
-    def all_reduce(self, step: int, flag: bool = False):
-        """({interval: sums over all ranks}, whether a rank has set the flag). Collective.
+    def all_reduce(self, step: int, flags: list[bool]):
+        """({interval: sums over all ranks}, flags: whether a rank has set each). Collective.
 
         The sums are in float64. That of "loss" counts each mean loss as often as its items.
         """
@@ -1115,15 +1130,15 @@ class Sync:
                 total[name] += row[name]
         self.rows.clear()
         numbers = [value for total in sums.values() for value in total.values()]
-        *numbers, flags = self.agree(step, [*numbers, float(flag)])
+        numbers = self.agree(step, [*numbers, *map(float, flags)])
         for place, total in enumerate(sums.values()):
             begin = place * len(names)
             total.update(zip(names, numbers[begin : begin + len(names)]))
-        return sums, flags > 0
+        return sums, [number > 0 for number in numbers[len(numbers) - len(flags) :]]
 
     def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
         """The sums of the numbers over all ranks; sets stop_reason. Collective."""
-        self.start_hang_timer()
+        start_hang_timer(self.cfg)
         steps = max(1, step - self.step)
         ranks = self.world.world_size
         seconds = (time.monotonic() - self.time) / steps / ranks
@@ -1145,6 +1160,11 @@ class Sync:
         # The first steps are slow: approach the right number by doubling it.
         self.steps_between = max(1, min(2 * steps, int(self.SECONDS / seconds)))
         return sums[: len(numbers)]
+
+
+def start_hang_timer(cfg):
+    """After --hang-timeout, unless it is started again, print all stacks and exit."""
+    faulthandler.dump_traceback_later(cfg.hang_timeout, exit=True, file=STDERR)
 
 
 def numbers_of(values: list) -> list[float]:
@@ -1479,6 +1499,14 @@ class Saver:
             return False
         is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
         return is_late or self.is_planned(step) or (self.directory / "SAVE").exists()
+
+    def wants_profile(self) -> bool:
+        """Whether there is a file PROFILE; removes it. False on other ranks than 0."""
+        file = self.directory / "PROFILE"
+        if self.world.rank != 0 or not file.exists():
+            return False
+        file.unlink()
+        return True
 
     def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import REPO, assert_same_state, train
+from harness import REPO, assert_same_state, launch, train
 from PIL import Image
 from test_bad_input import refuse
 
@@ -471,3 +471,37 @@ def test_complex_weights_train_alike_on_any_number_of_ranks(tmp_path, options):
     two = train(tmp_path / "two", 2, *options, **small(COMPLEX))
     assert one.records("epoch")[-1]["test_loss"] < 1e-2
     assert torch.allclose(one.newest()["model"]["weight"], two.newest()["model"]["weight"])
+
+
+@pytest.mark.parametrize("where", ["data", "sample"])
+def test_reading_that_never_returns_ends_with_the_stacks(tmp_path, where):
+    """A dead file server, for example."""
+    stuck = f"""
+def data(self, cfg):
+    class Stuck(list):
+        def __getitem__(self, index):
+            import time
+            time.sleep(1000)
+
+    samples = Stuck([0] * 64)
+    if "{where}" == "data":
+        samples[0]
+    return samples, None
+"""
+    run = launch(
+        tmp_path / "run", 1, *QUICK, "--num-workers=0", "--hang-timeout=20", **small(stuck)
+    )
+    assert run.codes == [1] and "in __getitem__" in run.err[0]
+
+
+def test_a_file_profile_records_five_steps_of_each_rank(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "PROFILE").touch()
+    options = [*QUICK, "--epochs=10"]
+    profiled = train(tmp_path / "run", 2, *options, **small())
+    for rank in (0, 1):
+        (file,) = tmp_path.glob(f"run/trace_step_*_rank_{rank}.json")
+        events = json.loads(file.read_text())["traceEvents"]
+        assert sum("ProfilerStep" in event["name"] for event in events) == 5
+    assert not (tmp_path / "run" / "PROFILE").exists()
+    assert_same_state(profiled.newest(), train(tmp_path / "usual", 2, *options, **small()).newest())
