@@ -25,7 +25,7 @@ fi
 # module purge
 # module load cuda/12.8
 
-# ---- Python: CONDA_ENV, PYTHON, or the .venv of scripts/quickstart.sh
+# ---- Python: CONDA_ENV, PYTHON, the active environment (conda's `base` is active everywhere), or .venv
 if [[ -n "${CONDA_ENV:-}" ]]; then
   [[ -n "$(command -v conda)" ]] || fail "CONDA_ENV=$CONDA_ENV, but no conda here: add it to PATH or load its module"
   # A non-interactive shell must source this before `conda activate` works.
@@ -34,8 +34,11 @@ if [[ -n "${CONDA_ENV:-}" ]]; then
   conda activate "$CONDA_ENV" 2>/dev/null ||
     fail "Failed to activate conda environment $CONDA_ENV: try \`conda activate $CONDA_ENV\` on this host"
   PYTHON="${PYTHON:-python}"
-elif [[ -z "${PYTHON:-}" && -x .venv/bin/python ]]; then
-  PYTHON="$PWD/.venv/bin/python"
+else
+  [[ "${CONDA_DEFAULT_ENV:-}" != base ]] || CONDA_PREFIX=""
+  for environment in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$PWD/.venv"; do
+    [[ -n "${PYTHON:-}" || ! -x "$environment/bin/python" ]] || PYTHON="$environment/bin/python"
+  done
 fi
 python=("${PYTHON:-python3}")
 

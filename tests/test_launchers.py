@@ -218,6 +218,36 @@ def test_an_absurd_number_of_ranks_is_refused(ranks, code):
 
 
 @pytest.fixture
+def clone(tmp_path):
+    """A copy of the repository, where a dry run of a launcher does not start Python."""
+    return copy_repository(tmp_path / "repo")
+
+
+def dry_run_in(clone, **env) -> str:
+    """The command line that launch_singlenode.sh prints there; its error message if it fails."""
+    outside = ("SLURM_", "PBS_", "PYTHON", "VIRTUAL_ENV", "CONDA_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(outside)}
+    env = inherited | {"DRY_RUN": "1", "MASTER_PORT": "29400"} | env
+    command = ["scripts/ssh/launch_singlenode.sh", CONFIG, "2"]
+    result = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
+    return result.stdout or result.stderr
+
+
+def test_an_active_environment_comes_after_python_and_before_the_venv_of_the_repository(clone):
+    mine, conda, venv = clone / "mine", clone / "conda", clone / ".venv"
+    for environment in (mine, conda, venv):
+        write_program(environment / "bin/python", "exit 0")
+    active = {"CONDA_PREFIX": str(conda)}
+    assert dry_run_in(clone).startswith(f"$ {venv}/bin/python -m")
+    assert dry_run_in(clone, **active).startswith(f"$ {conda}/bin/python -m")
+    assert dry_run_in(clone, **active, CONDA_DEFAULT_ENV="base").startswith(f"$ {venv}/bin/")
+    active["VIRTUAL_ENV"] = str(mine)
+    assert dry_run_in(clone, **active).startswith(f"$ {mine}/bin/python -m")
+    active["PYTHON"] = "/my/python"
+    assert dry_run_in(clone, **active).startswith("$ /my/python -m")
+
+
+@pytest.fixture
 def conda(tmp_path) -> dict[str, str]:
     """A PATH with a conda that knows the environment `mine`."""
     for name, text in {"bin/conda": CONDA, "etc/profile.d/conda.sh": CONDA_SH}.items():
