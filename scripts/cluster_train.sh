@@ -10,8 +10,8 @@
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
-#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose     [WARNING]
-#   LAUNCHER        torch.distributed.launch, deprecated          [torch.distributed.run]
+#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose; unknown words are ignored  [WARNING]
+#   LAUNCHER        torch.distributed.launch, deprecated; other words are ignored  [torch.distributed.run]
 #   TRAIN_SCRIPT    any training script that works with torchrun  [train_distributed.py]
 #   MASTER_ADDR     the host of node rank 0                       [first host of the job, or localhost]
 #   MASTER_PORT     a free port on that host                      [derived from the job id]
@@ -112,6 +112,10 @@ main() {
     print_help
     exit
   fi
+  # Other programs use these names, too.
+  [[ "$LAUNCHER" == torch.distributed.launch ]] || LAUNCHER=torch.distributed.run
+  LOG_LEVEL="${LOG_LEVEL^^}"
+  [[ "$LOG_LEVEL" =~ ^(DEBUG|INFO|ERROR|CRITICAL)$ ]] || LOG_LEVEL=WARNING
   local arguments=() hosts=()
   while [[ $# -gt 0 && "$1" != -* ]]; do
     arguments+=("$1")

@@ -247,6 +247,20 @@ def test_an_active_environment_comes_after_python_and_before_the_venv_of_the_rep
     assert dry_run_in(clone, **active).startswith("$ /my/python -m")
 
 
+@pytest.mark.parametrize(
+    ("level", "used"), [("debug", "DEBUG"), ("Info", "INFO"), ("trace", "WARNING")]
+)
+def test_settings_of_other_programs_in_generic_variables_do_not_end_the_launch(
+    tmp_path, level, used
+):
+    python = write_program(tmp_path / "python", 'echo "$LOGLEVEL: $*"')
+    env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "NPROC_PER_NODE": "1"}
+    env |= {"LOG_LEVEL": level, "LAUNCHER": "accelerate launch"}
+    command = ["scripts/cluster_train.sh", CONFIG, "1", "0", "localhost", "29400"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    assert f"\n{used}: -m torch.distributed.run --nnodes 1" in result.stdout, result.stderr
+
+
 @pytest.fixture
 def conda(tmp_path) -> dict[str, str]:
     """A PATH with a conda that knows the environment `mine`."""
