@@ -152,8 +152,12 @@ def run_as_rank(arguments: list[str]) -> None:
 def launch_environment(env) -> dict[str, int]:
     """Set any of torchrun's variables that are missing. Returns the numeric ones.
 
-    Values come from torchrun, else from the srun step, else from the defaults for one process.
+    Values come from torchrun, else from the srun step, else from the defaults for one process. In
+    a step of several tasks, RANK and WORLD_SIZE may be left over in the shell that sbatch exports.
     """
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env
+    if is_srun_step(env) and env.get("SLURM_STEP_NUM_TASKS", "1") != "1" and not by_torchrun:
+        env.update(ranks_of_step(env))
     given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
     if len(given) < 2:
         if is_srun_step(env):

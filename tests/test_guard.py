@@ -280,6 +280,8 @@ STEP = {
     **{"SLURM_STEP_NODELIST": "node[01-02]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
 }
 BY_TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+BY_TORCHRUN["TORCHELASTIC_RUN_ID"] = "none"
+LEFT_OVER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 ALONE = (0, 0, 1, 1)
 
 
@@ -299,6 +301,7 @@ def ranks(env: dict[str, str]) -> tuple[int, ...]:
         (BY_TORCHRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, (5, 1, 8, 4)),
         (STEP, (3, 1, 4, 2)),
         (STEP | BY_TORCHRUN, (5, 1, 8, 4)),
+        (STEP | LEFT_OVER, (3, 1, 4, 2)),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, (3, 1, 4, 3)),
         (BATCH_SHELL, ALONE),
         (BATCH_SHELL | {"SLURM_STEP_ID": "-5"}, ALONE),
@@ -310,6 +313,7 @@ def ranks(env: dict[str, str]) -> tuple[int, ...]:
         "torchrun",
         "srun",
         "torchrun in srun",
+        "left over in the shell",
         "uneven",
         "sbatch",
         "sbatch of Slurm 26.05",
