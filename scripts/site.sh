@@ -6,6 +6,14 @@
 [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
   fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
 
+# A job submitted from within a training has inherited that training's variables, or those of one of its ranks.
+job="${SLURM_JOB_ID:-${PBS_JOBID:-}}"
+if [[ -n "$job" && -n "${ATTEMPT_ID:-}${RANK:-}" && "${ATTEMPT_ID:-}" != "$job"[.-]* ]]; then
+  unset ATTEMPT ATTEMPT_ID DEADLINE STATUS_FILE FAILURE_FILE STOP_FILE EVENTS_FILE NODES_FILE EXCLUDED_NODES \
+    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE "${!TORCHELASTIC_@}"
+  MASTER_ADDR="" MASTER_PORT=""
+fi
+
 set +eu # modules and conda use unset variables
 trap '[[ $BASH_SOURCE != */site.sh ]] || fail "line $LINENO of $BASH_SOURCE failed: $(sed -n ${LINENO}p $BASH_SOURCE)"' ERR
 

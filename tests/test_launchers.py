@@ -261,6 +261,43 @@ def test_settings_of_other_programs_in_generic_variables_do_not_end_the_launch(
     assert f"\n{used}: -m torch.distributed.run --nnodes 1" in result.stdout, result.stderr
 
 
+# What a rank of another job, number 16, has in its environment.
+OF_ANOTHER_JOB = {
+    "ATTEMPT": "1",
+    "ATTEMPT_ID": "16.1",
+    "DEADLINE": "9",
+    "STATUS_FILE": "/16/status",
+}
+OF_ANOTHER_JOB |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29416", "MASTER_ADDR": "n16"}
+OF_ANOTHER_JOB |= {"TORCHELASTIC_RUN_ID": "none", "FAILURE_FILE": "/16/failure"}
+
+
+@pytest.mark.parametrize(
+    "script", ["run_distributed.slurm", "slurm_train_multinode.sh", "scripts/pbs/pbs_train.sh"]
+)
+def test_a_job_submitted_from_within_a_training_does_not_use_its_variables(tmp_path, script):
+    """The job script starts supervise.py, here replaced by a program that prints them."""
+    names = "|".join(OF_ANOTHER_JOB)
+    python = write_program(tmp_path / "python", f"echo $1; env | grep -E '^({names})=[^ ]'; exit 0")
+    (tmp_path / "nodes").write_text("n1\n")
+    write_program(tmp_path / "pbsdsh", "exit 1")
+    job = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
+    if "pbs" in script:
+        job = {"PBS_JOBID": "17.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python)}
+    env = os.environ | path | job | OF_ANOTHER_JOB
+    result = subprocess.run(["bash", script], cwd=REPO, env=env, capture_output=True, text=True)
+    assert result.stdout == "scripts/supervise.py\n", result.stderr
+
+
+def test_the_variables_of_the_own_job_are_kept(tmp_path):
+    """supervise.py has set them for this attempt."""
+    env = os.environ | OF_ANOTHER_JOB | {"SLURM_JOB_ID": "16", "LAUNCHER": "", "DRY_RUN": "1"}
+    command = ["scripts/cluster_train.sh", CONFIG, "2", "1"]
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    assert " --master-addr n16 --master-port 29416 " in result.stdout, result.stderr
+
+
 @pytest.fixture
 def conda(tmp_path) -> dict[str, str]:
     """A PATH with a conda that knows the environment `mine`."""
