@@ -15,7 +15,15 @@ if [[ -n "$job" && -n "${ATTEMPT_ID:-}${RANK:-}" && "${ATTEMPT_ID:-}" != "$job"[
 fi
 
 set +eu # modules and conda use unset variables
-trap '[[ $BASH_SOURCE != */site.sh ]] || fail "line $LINENO of $BASH_SOURCE failed: $(sed -n ${LINENO}p $BASH_SOURCE)"' ERR
+# A line that loads a module and fails ends the launch; others may fail harmlessly.
+trap '[[ $BASH_SOURCE != */site.sh ]] || site_failed $LINENO' ERR
+site_failed() {
+  local line text
+  line="$(sed -n "$1p" scripts/site.sh)"
+  text="line $1 of scripts/site.sh failed: $line"
+  [[ "$line" != *module\ * ]] || fail "$text"
+  echo "WARNING: $(hostname): $text" >&2
+}
 
 # ---- modules. Over ssh and under PBS there is no `module`: the first call loads the site's.
 if [[ -z "$(type -t module)" ]]; then

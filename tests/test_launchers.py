@@ -339,17 +339,22 @@ def test_a_conda_environment_that_does_not_exist_is_named_once(tmp_path, conda, 
     assert len(lines) == 2 and result.returncode == 2
 
 
-def test_a_command_of_site_sh_that_fails_is_named_once(tmp_path):
-    copy = copy_repository(tmp_path / "repo")
-    site = copy / "scripts/site.sh"
-    site.write_text(site.read_text().replace("# module purge", "test -e /absent"))
-    env = {"LOG_DIR": str(tmp_path), "HOME": str(tmp_path)}
-    command = [copy / "scripts/supervise.py", "scripts/cluster_train.sh"]
-    result = subprocess.run(command, cwd=copy, env=os.environ | env, capture_output=True, text=True)
-    assert result.returncode == 2 and "Restart" not in result.stderr
-    line = 1 + site.read_text().split("test -e")[0].count("\n")
-    text = f"line {line} of scripts/site.sh failed: test -e /absent"
-    assert f"supervise.py: error: configuration: {os.uname().nodename}: {text}" in result.stderr
+@pytest.mark.parametrize(
+    "command", ["module load absent", "test -e /absent", "ulimit -n 9999999999"]
+)
+def test_a_command_of_site_sh_that_fails_is_named_and_ends_the_launch_if_it_loads_modules(
+    clone, command
+):
+    site = clone / "scripts/site.sh"
+    functions = "module() { return 1; }\n"
+    site.write_text(functions + site.read_text().replace("# module purge", command))
+    line = 1 + site.read_text().split(f"\n{command}")[0].count("\n") + 1
+    text = f"{os.uname().nodename}: line {line} of scripts/site.sh failed: {command}\n"
+    output = dry_run_in(clone, FAILURE_FILE="/dev/null")
+    if command.startswith("module"):
+        assert output == f"cluster_train.sh: error: {text}"
+    else:
+        assert output.startswith("$ ")
 
 
 MEMORY = Path("/sys/fs/cgroup/memory")
