@@ -5,7 +5,7 @@
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #
 # All arguments from the first one with a dash on are options of the training script. The output is also
-# written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
+# written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
@@ -185,7 +185,7 @@ main() {
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
   fi
   local logs="$LOG_DIR/distributed_training" log
-  log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
+  log="cluster_train_$(date +%Y%m%d_%H%M%S)_${SLURM_JOB_ID:-$$}_node$rank.log" # jobs may start at the same time
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # tee ignores signals: it must run until the ranks have written their last lines.

@@ -261,6 +261,18 @@ def test_settings_of_other_programs_in_generic_variables_do_not_end_the_launch(
     assert f"\n{used}: -m torch.distributed.run --nnodes 1" in result.stdout, result.stderr
 
 
+def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
+    write_program(tmp_path / "date", "echo 20261126_120000")
+    env = {"PYTHON": str(write_program(tmp_path / "python", "exit 0")), "LOG_DIR": str(tmp_path)}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC_PER_NODE": "1"}
+    command = ["scripts/cluster_train.sh", CONFIG, "1", "0", "localhost", "29400"]
+    for job in ({}, {}, {"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18"}):
+        subprocess.run(command, cwd=REPO, env=os.environ | env | job, check=True)
+    logs = [path.name for path in tmp_path.rglob("cluster_train_*.log")]
+    assert len(logs) == 4
+    assert "cluster_train_20261126_120000_18_node0.log" in logs
+
+
 # What a rank of another job, number 16, has in its environment.
 OF_ANOTHER_JOB = {
     "ATTEMPT": "1",
