@@ -103,8 +103,12 @@ stop() {
   fi
 }
 
+# oom_kills: prints how often the kernel has killed a process of this job's cgroup (v1, v2) for its memory.
 oom_kills() {
-  awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' /proc/vmstat 2>/dev/null || echo 0
+  local group
+  group="$(sed -nE 's/^[0-9]+:(memory)?:/\1/p' /proc/self/cgroup | sort | tail -n 1)" || true # v1: "memory/..."
+  cat "/sys/fs/cgroup/$group"/memory.{oom_control,events} 2>/dev/null |
+    awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' || true
 }
 
 main() {
@@ -194,8 +198,9 @@ main() {
   kills="$(oom_kills)"
   run_ranks "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
-  if ((status > 0 && $(oom_kills) > kills)); then
-    report_failure "out of memory" "the kernel killed a process because the node ran out of memory: request more --mem, or use fewer --num-workers"
+  # The report of a rank, if there is one, is more precise.
+  if [[ ! -s "${FAILURE_FILE:-}" ]] && ((status > 0 && $(oom_kills) > kills)); then
+    report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
   fi
   exec &>/dev/null
   for _ in {1..500}; do # wait for the last lines on a slow terminal

@@ -392,8 +392,40 @@ def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
     finally:
         group.rmdir()
     assert result.returncode > 0
-    assert "error: " in result.stdout and "the node ran out of memory" in result.stdout
+    assert "error: " in result.stdout and "the job ran out of memory" in result.stdout
     assert json.loads(failure.read_text())["cause"] == "out of memory"
+
+
+NEIGHBOUR = """
+import subprocess
+hog = "import os; open(GROUP, 'w').write(str(os.getpid())); bytearray(2 * 10**8)"
+print("the neighbour ended with", subprocess.run(["PYTHON", "-c", hog]).returncode, flush=True)
+raise SystemExit(1)
+"""
+
+
+@pytest.mark.skipif(not os.access(MEMORY / "tasks", os.W_OK), reason="needs memory cgroups (v1)")
+def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause(tmp_path):
+    script, failure = tmp_path / "my_train.py", tmp_path / "failure"
+    group = MEMORY / f"test-neighbour-{os.getpid()}"
+    text = NEIGHBOUR.replace("GROUP", f"'{group}/tasks'").replace("PYTHON", sys.executable)
+    script.write_text(text)
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text("40M")
+        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
+        env |= {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+        result = run_cluster_train(env)
+    finally:
+        group.rmdir()
+    assert result.returncode == 1 and "the neighbour ended with -9\n" in result.stdout
+    assert "out of memory" not in result.stdout
+
+
+def run_cluster_train(env) -> subprocess.CompletedProcess:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = ["scripts/cluster_train.sh", CONFIG]
+    return subprocess.run(command, cwd=REPO, env=os.environ | env, **pipes)
 
 
 def test_ranks_run_in_a_container(tmp_path):
