@@ -113,8 +113,7 @@ main() {
   echo "\$$(printf ' %q' "${command[@]}")"
   [[ -z "$DRY_RUN" ]] || exit 0
   # Set here, because a container may have no scontrol.
-  mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
-  [[ ${#hosts[@]} -gt 0 ]] || exit 2
+  read -r -a hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts | tail -n 1) || exit 2
   export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"
   # exec: at a preemption, Slurm's SIGTERM would kill this shell at once, while srun waits until the ranks
   # have saved.

@@ -50,6 +50,11 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
+# answer_of COMMAND...: the last line that it prints; a Python of the site may print others before.
+answer_of() {
+  "$@" | tail -n 1
+}
+
 # node_rank_among HOST...: prints the index of this host.
 node_rank_among() {
   local index=0 name
@@ -134,7 +139,7 @@ main() {
   # Not if the arguments, or Slurm and the launcher, say everything: a container may have no scontrol.
   [[ -n "${arguments[1]:-}" && -n "${arguments[2]:-}" && -n "${arguments[3]:-}" ]] ||
     [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
-    mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
+    read -r -a hosts < <(answer_of "${PYTHON:-python3}" scripts/guard.py --hosts) || exit 2
 
   local config="${arguments[0]:-configs/default_config.yaml}"
   local nodes="${arguments[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
@@ -146,7 +151,7 @@ main() {
   local master="${arguments[3]:-${MASTER_ADDR:-${hosts[0]}}}" port="${arguments[4]:-$MASTER_PORT}"
   [[ "$nodes" != 1 ]] || master=localhost
   # On one node, the port must be free here. On several, the launcher has found one on the first node.
-  [[ -n "$port" ]] || port="$("${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
+  [[ -n "$port" ]] || port="$(answer_of "${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
     fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
@@ -160,7 +165,7 @@ main() {
   if [[ -n "$DRY_RUN" ]]; then
     NPROC_PER_NODE="${NPROC_PER_NODE:-gpu}" # torchrun's word for one rank per GPU
   else
-    gpus="$("${python[@]}" scripts/preflight.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
+    gpus="$(answer_of "${python[@]}" scripts/preflight.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
       "$TRAIN_SCRIPT" "${what[@]}")" || exit 2
     NPROC_PER_NODE="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
   fi

@@ -99,7 +99,7 @@ def main() -> None:
         print(__doc__.strip())
         sys.exit(0 if arguments else 2)
     if arguments[0] == "--hosts":
-        print_answer("\n".join(hosts_of_job(os.environ)))
+        print_answer(" ".join(hosts_of_job(os.environ)))
     elif arguments[0] == "--free-port":
         if arguments[1:]:
             first = whole_number("--free-port", arguments[1], 1, 65535)
@@ -111,6 +111,8 @@ def main() -> None:
 
 
 def print_answer(text: str) -> None:
+    """Print the last line on stdout. A wrapper or a sitecustomize.py may have printed others."""
+    sys.stdout.flush()
     with suppress(BrokenPipeError):  # the launcher has stopped
         os.write(1, f"{text}\n".encode())
 

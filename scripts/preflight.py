@@ -70,8 +70,7 @@ def main() -> None:
         elif finding.level != "OK":
             text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
             print(text, file=sys.stderr, flush=True)
-    with suppress(BrokenPipeError):  # the launcher has stopped
-        os.write(1, f"{gpu_count}\n".encode())
+    guard.print_answer(str(gpu_count))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

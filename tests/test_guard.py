@@ -405,7 +405,7 @@ def test_the_hosts_of_a_job_come_from_slurm_or_pbs(tmp_path, monkeypatch):
     assert guard.hosts_of_job({}) == ["localhost"]
     command = [sys.executable, GUARD, "--hosts"]
     env = {**os.environ, "PBS_NODEFILE": str(slots)}
-    assert subprocess.check_output(command, text=True, env=env) == "b\na\n"
+    assert subprocess.check_output(command, text=True, env=env) == "b a\n"
 
 
 def test_the_next_port_is_used_if_the_first_is_taken():

@@ -273,6 +273,25 @@ def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
     assert "cluster_train_20261126_120000_18_node0.log" in logs
 
 
+def test_a_python_that_prints_when_it_starts_does_not_disturb_the_launch(tmp_path):
+    """A wrapper that loads an environment, and a sitecustomize.py."""
+    python = write_program(tmp_path / "python", f'echo loading; exec {sys.executable} "$@"')
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
+    (tmp_path / "my_train.py").write_text("print('the script ran')\n")
+    env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(tmp_path / "my_train.py"), "GUARD": "0"})
+    assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
+
+
+def test_the_node_list_of_a_job_that_has_ended_is_one_error(tmp_path):
+    """A shell that was started in a job keeps its variables."""
+    write_program(tmp_path / "scontrol", "exit 1")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+    result = run_cluster_train(env | {"PYTHON": sys.executable})
+    assert result.returncode == 2 and result.stdout.count("\n") == 1, result.stdout
+    assert "`scontrol show hostnames gpu[07-08]` failed" in result.stdout
+
+
 # What a rank of another job, number 16, has in its environment.
 OF_ANOTHER_JOB = {
     "ATTEMPT": "1",
