@@ -404,9 +404,12 @@ def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
 
 
 def digest(path: Path) -> str:
-    """A short hash of a script or configuration file; "" for anything else."""
+    """A short hash of a script or configuration file; "" for anything else.
+
+    Not of .json: many scripts write their results to such a file on rank 0's node only.
+    """
     with suppress(OSError):
-        if path.suffix in (".py", ".yaml", ".yml", ".json", ".toml") and path.is_file():
+        if path.suffix in (".py", ".yaml", ".yml", ".toml") and path.is_file():
             return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
     return ""
 

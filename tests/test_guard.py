@@ -492,6 +492,15 @@ def test_a_rank_with_another_script_or_config_file_is_named(tmp_path):
     assert text.startswith("file my_train.py differs: ") and f"for rank 2 on {HOST}, " in text
 
 
+def test_a_file_of_results_on_the_node_of_rank_0_is_not_compared(tmp_path):
+    for directory in "ab":
+        write(tmp_path / directory)
+    (tmp_path / "a/results.json").write_text("{}")  # of the last run
+    go = f"import os\nos.chdir({str(tmp_path)!r} + '/' + 'ab'[int(os.environ['RANK'])])"
+    result = run(2, "my_train.py", "--results=results.json", before=go)
+    assert result.codes == [0, 0], result.err
+
+
 # ------------------------------------------------------------------------ cores and memory
 
 # Prints how many pages of an activation of 80 MB (20,000 pages) are faulted in again in each step.
