@@ -973,7 +973,8 @@ def how_to_resume():
     in_pbs = os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
     if in_pbs or (os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()):
         return "submit the same command again"
-    return " ".join(shlex.quote(word) for word in sys.argv)
+    command = " ".join(shlex.quote(word) for word in sys.argv)
+    return re.sub(r" --stop-at-step[= ]\d+", "", command)  # it would stop there at once
 
 
 def submit_without(nodes):

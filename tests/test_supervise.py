@@ -514,6 +514,14 @@ def test_a_job_that_saves_new_steps_is_requeued_without_a_limit(tmp_path, fake, 
     assert requeues.read_text().count("requeue") == 4
 
 
+def test_the_command_that_resumes_does_not_stop_at_the_same_step_again(monkeypatch):
+    module = load(SUPERVISE)
+    monkeypatch.delenv("PBS_ENVIRONMENT", raising=False)
+    for option in (["--stop-at-step", "5"], ["--stop-at-step=5"]):
+        monkeypatch.setattr(sys, "argv", ["supervise.py", "my train", *option, "--lr=1"])
+        assert module.how_to_resume() == "supervise.py 'my train' --lr=1"
+
+
 def test_the_first_restart_is_at_once_and_a_second_crash_without_progress_waits():
     module = load(SUPERVISE)
     assert [module.pause_before_restart(crashes) for crashes in range(3)] == [0, 0, 2]
