@@ -419,6 +419,9 @@ class Supervisor:
         self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
         # of the next attempt
         self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
+        if len(self.nodes) < len(self.job_nodes):
+            used = f"{len(self.nodes)} of the job's {len(self.job_nodes)} nodes"
+            log(f"training on {used} (NNODES, EXCLUDED_NODES); the others are spares")
         self.evidence = Evidence(has_excluded_nodes())
         self.bad_node = ""  # see Facts
 

@@ -605,6 +605,16 @@ def test_a_node_whose_gpu_has_failed_is_replaced_at_once(tmp_path, supervise):
     assert code == 0 and "attempt 2 without n3.site\n" in text, text
 
 
+def test_nodes_that_are_not_used_are_mentioned_at_the_start(tmp_path, supervise):
+    """NNODES may be a variable of another program."""
+    write_program(tmp_path / "bin/scontrol", "echo n1 n2")
+    job = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]"}
+    text = "supervise.py: training on 1 of the job's 2 nodes (NNODES, EXCLUDED_NODES); the others"
+    for nnodes in ("1", "2"):
+        _, printed = supervise("true", **job, NNODES=nnodes)
+        assert (text in printed) == (nnodes == "1")
+
+
 @pytest.fixture
 def supervisor(monkeypatch, tmp_path):
     """A Supervisor that has not started anything, and its module."""
