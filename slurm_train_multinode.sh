@@ -34,6 +34,7 @@
 # EDIT #SBATCH --mem=0            # all memory of each node; the default of some sites is 1 GB per core
 
 set -euo pipefail
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"

@@ -22,7 +22,8 @@
 #   scripts/cluster_train.sh configs/default_config.yaml
 #   scripts/cluster_train.sh configs/default_config.yaml 2 1 node01 29400 --epochs 10
 
-set -euo pipefail
+set -euo pipefail +o posix  # POSIXLY_CORRECT changes `wait`
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"

@@ -283,6 +283,16 @@ def test_a_python_that_prints_when_it_starts_does_not_disturb_the_launch(tmp_pat
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
 
 
+@pytest.mark.parametrize("name", ["POSIXLY_CORRECT", "PYTHONSAFEPATH", "CDPATH"])
+def test_variables_that_change_bash_and_python_do_not_disturb_the_launch(tmp_path, name):
+    (tmp_path / "scripts").mkdir()  # `cd scripts` would go there
+    script = tmp_path / "my_train.py"
+    script.write_text("print('the script ran')\n")
+    env = {name: str(tmp_path), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script), "GUARD": "0"})
+    assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
+
+
 def test_the_node_list_of_a_job_that_has_ended_is_one_error(tmp_path):
     """A shell that was started in a job keeps its variables."""
     write_program(tmp_path / "scontrol", "exit 1")

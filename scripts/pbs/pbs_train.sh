@@ -25,6 +25,7 @@
 ##PBS -l nodes=2:ppn=32:gpus=4
 
 set -euo pipefail
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 ARGS="${ARGS:-}"
 REPO_ROOT="${REPO_ROOT:-}"
