@@ -67,6 +67,11 @@ gpus_per_node() {
   echo "${numbers[0]:-1}"
 }
 
+# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
+takes() {
+  grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
+}
+
 main() {
   if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
     print_help
@@ -107,10 +112,11 @@ main() {
   unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
     SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND
   local script=(scripts/guard.py "$TRAIN_SCRIPT")
+  ! takes --config || set -- --config "$config" "$@"
   [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
   local command=("${srun[@]}" --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST"
     --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" --cpus-per-task="$cores"
-    --kill-on-bad-exit=1 --cpu-bind=none "${python[@]}" "${script[@]}" --config "$config" "$@")
+    --kill-on-bad-exit=1 --cpu-bind=none "${python[@]}" "${script[@]}" "$@")
   echo "\$$(printf ' %q' "${command[@]}")"
   [[ -z "$DRY_RUN" ]] || exit 0
   # Set here, because a container may have no scontrol.

@@ -4,7 +4,8 @@
 #
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #
-# All arguments from the first one with a dash on are options of the training script. The output is also
+# All arguments from the first one with a dash on are options of the training script. It gets --config, and
+# --distributed-backend if BACKEND is set, only if it has these options. The output is also
 # written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
@@ -67,6 +68,11 @@ node_rank_among() {
     index=$((index + 1))
   done
   fail "this host is not one of: ${*:-none}. Give node_rank"
+}
+
+# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
+takes() {
+  grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
 }
 
 # run_ranks COMMAND...: runs torchrun until it exits. Stop signals are forwarded to its ranks, which
@@ -162,7 +168,9 @@ main() {
   ((${#NPROC_PER_NODE} <= 4 && NPROC_PER_NODE <= 1024)) ||
     fail "NPROC_PER_NODE is $NPROC_PER_NODE, more than 1024 ranks on a node"
   local where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$master" --master-port "$port")
-  local what=(--config "$config" ${BACKEND:+--distributed-backend "$BACKEND"} "$@") gpus=0
+  local what=("$@") gpus=0
+  [[ -z "$BACKEND" ]] || ! takes --distributed-backend || what=(--distributed-backend "$BACKEND" "${what[@]}")
+  ! takes --config || what=(--config "$config" "${what[@]}")
   if [[ -n "$DRY_RUN" ]]; then
     NPROC_PER_NODE="${NPROC_PER_NODE:-gpu}" # torchrun's word for one rank per GPU
   else

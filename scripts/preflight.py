@@ -109,7 +109,7 @@ def check_packages(script: str) -> None:
 def check_backend(request: str, ranks: int, gpu_count: int) -> None:
     """nccl, the default where there are GPUs, needs a GPU for each rank."""
     backends = re.findall(r"backend[\"']?[=:\s]+[\"']?(nccl|gloo)\b", request)
-    backend = "nccl" if gpu_count else "gloo"
+    backend = os.environ.get("BACKEND") or ("nccl" if gpu_count else "gloo")
     if backends:
         backend = backends[-1]
     if backend == "nccl" and gpu_count < ranks:

@@ -293,6 +293,28 @@ def test_variables_that_change_bash_and_python_do_not_disturb_the_launch(tmp_pat
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
 
 
+ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        (ARGPARSE, []),
+        (ARGPARSE + "parser.add_argument('--config')\n", ["--config", CONFIG]),
+        ("from train_distributed import Task, main\n", ["--config", CONFIG]),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["scripts/cluster_train.sh", "slurm_train_multinode.sh"])
+def test_a_script_gets_only_options_that_it_has(tmp_path, launcher, text, config):
+    script = tmp_path / "my_train.py"
+    script.write_text(text)
+    env = {"TRAIN_SCRIPT": str(script), "DRY_RUN": "1", "PYTHON": sys.executable}
+    command = ["bash", launcher, CONFIG, "--lr", "1"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    words = shlex.split(result.stdout)
+    assert words[words.index(str(script)) + 1 :] == [*config, "--lr", "1"]
+
+
 def test_the_node_list_of_a_job_that_has_ended_is_one_error(tmp_path):
     """A shell that was started in a job keeps its variables."""
     write_program(tmp_path / "scontrol", "exit 1")
