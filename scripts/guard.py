@@ -72,6 +72,7 @@ GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for a defective GPU
 DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
+READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS")  # by PyTorch
 MAX_RANKS = 1_000_000
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
 PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
@@ -623,6 +624,7 @@ class HangWatch:
             self.fixed_timeout = 0
             if rank == 0:
                 print("guard.py: hangs on CPUs are detected from PyTorch 2.8 on", flush=True)
+        self.settings = {name: os.environ.get(name) for name in READ_AT_IMPORT}
         self.steps = 0
         self.step_ends = deque(maxlen=2000)  # nanoseconds since 1970
         self.found = threading.Event()  # a hang, on another rank
@@ -646,6 +648,7 @@ class HangWatch:
         progress = None
         since = time.monotonic()
         while not self.over.wait(1):
+            self.warn_of_late_settings()
             if not is_hooked and "torch.optim" in sys.modules:
                 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -658,6 +661,16 @@ class HangWatch:
             is_late = time.monotonic() - since > self.timeout()
             if self.found.is_set() or (is_late and waits_for()):
                 self.exit_all()
+
+    def warn_of_late_settings(self) -> None:
+        """If the script sets what PyTorch has read: rank_info() has imported it before."""
+        for name, before in list(self.settings.items()):
+            if os.environ.get(name) != before:
+                del self.settings[name]
+                text = f"guard.py: WARNING: the script sets {name} too late, because guard.py has"
+                text += " imported PyTorch: set it before the launch, or set GUARD=0"
+                if self.rank == 0:
+                    print(text, file=sys.stderr, flush=True)
 
     def timeout(self) -> float:
         """Seconds without progress that are a hang: earlier than PyTorch's own limit."""

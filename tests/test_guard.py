@@ -492,6 +492,15 @@ def test_a_rank_with_another_script_or_config_file_is_named(tmp_path):
     assert text.startswith("file my_train.py differs: ") and f"for rank 2 on {HOST}, " in text
 
 
+def test_a_variable_that_the_script_sets_after_pytorch_has_read_it_is_named_once(tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text("import os, time\nos.environ['TORCH_LOGS'] = '+dynamo'\ntime.sleep(3)\n")
+    result = run(2, script)
+    text = "guard.py: WARNING: the script sets TORCH_LOGS too late, because guard.py has imported"
+    assert result.codes == [0, 0]
+    assert result.err[0].count("\n") == 1 and result.err[0].startswith(text) and not result.err[1]
+
+
 def test_a_file_of_results_on_the_node_of_rank_0_is_not_compared(tmp_path):
     for directory in "ab":
         write(tmp_path / directory)
