@@ -34,6 +34,7 @@
 # EDIT #SBATCH --mem=0            # all memory of each node; the default of some sites is 1 GB per core
 
 set -euo pipefail
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
@@ -64,6 +65,11 @@ gpus_per_node() {
   ((${#numbers[@]} < 2)) || fail "the nodes have different numbers of GPUs (${numbers[*]}): use" \
     "run_distributed.slurm, or sbatch --gpus-per-node"
   echo "${numbers[0]:-1}"
+}
+
+# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
+takes() {
+  grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
 }
 
 main() {
@@ -106,15 +112,15 @@ main() {
   unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
     SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND
   local script=(scripts/guard.py "$TRAIN_SCRIPT")
+  ! takes --config || set -- --config "$config" "$@"
   [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
   local command=("${srun[@]}" --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST"
     --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" --cpus-per-task="$cores"
-    --kill-on-bad-exit=1 --cpu-bind=none "${python[@]}" "${script[@]}" --config "$config" "$@")
+    --kill-on-bad-exit=1 --cpu-bind=none "${python[@]}" "${script[@]}" "$@")
   echo "\$$(printf ' %q' "${command[@]}")"
   [[ -z "$DRY_RUN" ]] || exit 0
   # Set here, because a container may have no scontrol.
-  mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
-  [[ ${#hosts[@]} -gt 0 ]] || exit 2
+  read -r -a hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts | tail -n 1) || exit 2
   export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"
   # exec: at a preemption, Slurm's SIGTERM would kill this shell at once, while srun waits until the ranks
   # have saved.

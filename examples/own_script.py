@@ -6,10 +6,9 @@
     TRAIN_SCRIPT=examples/own_script.py sbatch --nodes=2 run_distributed.slurm \
         configs/default_config.yaml --checkpoint-dir runs/slurm
 
-A script of your own must resume from its last checkpoint, and accept --config and
---distributed-backend. To stop without losing steps, it also needs stop_requested() and
-write_status(): scripts/supervise.py reads from the status whether the run has finished, and how
-far it came before a crash.
+A script of your own must resume from its last checkpoint. To stop without losing steps, it also
+needs stop_requested() and write_status(): scripts/supervise.py reads from the status whether the
+run has finished, and how far it came before a crash.
 """
 
 import argparse
@@ -34,7 +33,6 @@ STOP_EVERY = 10  # steps; they should take a few seconds at most: Slurm kills 30
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", help="the launchers pass it; this script reads no file")
     parser.add_argument("--distributed-backend", help="the launchers pass it if BACKEND is set")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/own_script"))
     parser.add_argument("--epochs", type=int, default=100)

@@ -431,7 +431,7 @@ HARMFUL = {  # variable: (harmful values, their effect)
 def environment() -> list[Finding]:
     """Variables that slow the training down or break it."""
     findings = []
-    is_debug = os.environ.get("LOG_LEVEL") == "DEBUG"
+    is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     for name, (values, effect) in HARMFUL.items():
         if is_debug and name.endswith("DEBUG"):  # set by cluster_train.sh
             continue

@@ -4,14 +4,15 @@
 #
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #
-# All arguments from the first one with a dash on are options of the training script. The output is also
-# written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_nodeRANK.log (link: latest_nodeRANK.log).
+# All arguments from the first one with a dash on are options of the training script. It gets --config, and
+# --distributed-backend if BACKEND is set, only if it has these options. The output is also
+# written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
-#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose     [WARNING]
-#   LAUNCHER        torch.distributed.launch, deprecated          [torch.distributed.run]
+#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose; unknown words are ignored  [WARNING]
+#   LAUNCHER        torch.distributed.launch, deprecated; other words are ignored  [torch.distributed.run]
 #   TRAIN_SCRIPT    any training script that works with torchrun  [train_distributed.py]
 #   MASTER_ADDR     the host of node rank 0                       [first host of the job, or localhost]
 #   MASTER_PORT     a free port on that host                      [derived from the job id]
@@ -22,7 +23,8 @@
 #   scripts/cluster_train.sh configs/default_config.yaml
 #   scripts/cluster_train.sh configs/default_config.yaml 2 1 node01 29400 --epochs 10
 
-set -euo pipefail
+set -euo pipefail +o posix  # POSIXLY_CORRECT changes `wait`
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"
@@ -50,6 +52,11 @@ print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
+# answer_of COMMAND...: the last line that it prints; a Python of the site may print others before.
+answer_of() {
+  "$@" | tail -n 1
+}
+
 # node_rank_among HOST...: prints the index of this host.
 node_rank_among() {
   local index=0 name
@@ -61,6 +68,11 @@ node_rank_among() {
     index=$((index + 1))
   done
   fail "this host is not one of: ${*:-none}. Give node_rank"
+}
+
+# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
+takes() {
+  grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
 }
 
 # run_ranks COMMAND...: runs torchrun until it exits. Stop signals are forwarded to its ranks, which
@@ -103,8 +115,12 @@ stop() {
   fi
 }
 
+# oom_kills: prints how often the kernel has killed a process of this job's cgroup (v1, v2) for its memory.
 oom_kills() {
-  awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' /proc/vmstat 2>/dev/null || echo 0
+  local group
+  group="$(sed -nE 's/^[0-9]+:(memory)?:/\1/p' /proc/self/cgroup | sort | tail -n 1)" || true # v1: "memory/..."
+  cat "/sys/fs/cgroup/$group"/memory.{oom_control,events} 2>/dev/null |
+    awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' || true
 }
 
 main() {
@@ -112,6 +128,10 @@ main() {
     print_help
     exit
   fi
+  # Other programs use these names, too.
+  [[ "$LAUNCHER" == torch.distributed.launch ]] || LAUNCHER=torch.distributed.run
+  LOG_LEVEL="${LOG_LEVEL^^}"
+  [[ "$LOG_LEVEL" =~ ^(DEBUG|INFO|ERROR|CRITICAL)$ ]] || LOG_LEVEL=WARNING
   local arguments=() hosts=()
   while [[ $# -gt 0 && "$1" != -* ]]; do
     arguments+=("$1")
@@ -126,7 +146,7 @@ main() {
   # Not if the arguments, or Slurm and the launcher, say everything: a container may have no scontrol.
   [[ -n "${arguments[1]:-}" && -n "${arguments[2]:-}" && -n "${arguments[3]:-}" ]] ||
     [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
-    mapfile -t hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts)
+    read -r -a hosts < <(answer_of "${PYTHON:-python3}" scripts/guard.py --hosts) || exit 2
 
   local config="${arguments[0]:-configs/default_config.yaml}"
   local nodes="${arguments[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
@@ -138,7 +158,7 @@ main() {
   local master="${arguments[3]:-${MASTER_ADDR:-${hosts[0]}}}" port="${arguments[4]:-$MASTER_PORT}"
   [[ "$nodes" != 1 ]] || master=localhost
   # On one node, the port must be free here. On several, the launcher has found one on the first node.
-  [[ -n "$port" ]] || port="$("${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
+  [[ -n "$port" ]] || port="$(answer_of "${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
     fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
@@ -148,11 +168,13 @@ main() {
   ((${#NPROC_PER_NODE} <= 4 && NPROC_PER_NODE <= 1024)) ||
     fail "NPROC_PER_NODE is $NPROC_PER_NODE, more than 1024 ranks on a node"
   local where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$master" --master-port "$port")
-  local what=(--config "$config" ${BACKEND:+--distributed-backend "$BACKEND"} "$@") gpus=0
+  local what=("$@") gpus=0
+  [[ -z "$BACKEND" ]] || ! takes --distributed-backend || what=(--distributed-backend "$BACKEND" "${what[@]}")
+  ! takes --config || what=(--config "$config" "${what[@]}")
   if [[ -n "$DRY_RUN" ]]; then
     NPROC_PER_NODE="${NPROC_PER_NODE:-gpu}" # torchrun's word for one rank per GPU
   else
-    gpus="$("${python[@]}" scripts/preflight.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
+    gpus="$(answer_of "${python[@]}" scripts/preflight.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
       "$TRAIN_SCRIPT" "${what[@]}")" || exit 2
     NPROC_PER_NODE="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
   fi
@@ -181,7 +203,7 @@ main() {
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
   fi
   local logs="$LOG_DIR/distributed_training" log
-  log="cluster_train_$(date +%Y%m%d_%H%M%S)_node$rank.log"
+  log="cluster_train_$(date +%Y%m%d_%H%M%S)_${SLURM_JOB_ID:-$$}_node$rank.log" # jobs may start at the same time
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # tee ignores signals: it must run until the ranks have written their last lines.
@@ -190,8 +212,9 @@ main() {
   kills="$(oom_kills)"
   run_ranks "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
-  if ((status > 0 && $(oom_kills) > kills)); then
-    report_failure "out of memory" "the kernel killed a process because the node ran out of memory: request more --mem, or use fewer --num-workers"
+  # The report of a rank, if there is one, is more precise.
+  if [[ ! -s "${FAILURE_FILE:-}" ]] && ((status > 0 && $(oom_kills) > kills)); then
+    report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
   fi
   exec &>/dev/null
   for _ in {1..500}; do # wait for the last lines on a slow terminal

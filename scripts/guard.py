@@ -72,6 +72,7 @@ GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for a defective GPU
 DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
+READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS")  # by PyTorch
 MAX_RANKS = 1_000_000
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
 PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
@@ -99,7 +100,7 @@ def main() -> None:
         print(__doc__.strip())
         sys.exit(0 if arguments else 2)
     if arguments[0] == "--hosts":
-        print_answer("\n".join(hosts_of_job(os.environ)))
+        print_answer(" ".join(hosts_of_job(os.environ)))
     elif arguments[0] == "--free-port":
         if arguments[1:]:
             first = whole_number("--free-port", arguments[1], 1, 65535)
@@ -111,6 +112,8 @@ def main() -> None:
 
 
 def print_answer(text: str) -> None:
+    """Print the last line on stdout. A wrapper or a sitecustomize.py may have printed others."""
+    sys.stdout.flush()
     with suppress(BrokenPipeError):  # the launcher has stopped
         os.write(1, f"{text}\n".encode())
 
@@ -152,8 +155,12 @@ def run_as_rank(arguments: list[str]) -> None:
 def launch_environment(env) -> dict[str, int]:
     """Set any of torchrun's variables that are missing. Returns the numeric ones.
 
-    Values come from torchrun, else from the srun step, else from the defaults for one process.
+    Values come from torchrun, else from the srun step, else from the defaults for one process. In
+    a step of several tasks, RANK and WORLD_SIZE may be left over in the shell that sbatch exports.
     """
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env
+    if is_srun_step(env) and env.get("SLURM_STEP_NUM_TASKS", "1") != "1" and not by_torchrun:
+        env.update(ranks_of_step(env))
     given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
     if len(given) < 2:
         if is_srun_step(env):
@@ -398,9 +405,12 @@ def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
 
 
 def digest(path: Path) -> str:
-    """A short hash of a script or configuration file; "" for anything else."""
+    """A short hash of a script or configuration file; "" for anything else.
+
+    Not of .json: many scripts write their results to such a file on rank 0's node only.
+    """
     with suppress(OSError):
-        if path.suffix in (".py", ".yaml", ".yml", ".json", ".toml") and path.is_file():
+        if path.suffix in (".py", ".yaml", ".yml", ".toml") and path.is_file():
             return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
     return ""
 
@@ -614,6 +624,7 @@ class HangWatch:
             self.fixed_timeout = 0
             if rank == 0:
                 print("guard.py: hangs on CPUs are detected from PyTorch 2.8 on", flush=True)
+        self.settings = {name: os.environ.get(name) for name in READ_AT_IMPORT}
         self.steps = 0
         self.step_ends = deque(maxlen=2000)  # nanoseconds since 1970
         self.found = threading.Event()  # a hang, on another rank
@@ -637,6 +648,7 @@ class HangWatch:
         progress = None
         since = time.monotonic()
         while not self.over.wait(1):
+            self.warn_of_late_settings()
             if not is_hooked and "torch.optim" in sys.modules:
                 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -649,6 +661,16 @@ class HangWatch:
             is_late = time.monotonic() - since > self.timeout()
             if self.found.is_set() or (is_late and waits_for()):
                 self.exit_all()
+
+    def warn_of_late_settings(self) -> None:
+        """If the script sets what PyTorch has read: rank_info() has imported it before."""
+        for name, before in list(self.settings.items()):
+            if os.environ.get(name) != before:
+                del self.settings[name]
+                text = f"guard.py: WARNING: the script sets {name} too late, because guard.py has"
+                text += " imported PyTorch: set it before the launch, or set GUARD=0"
+                if self.rank == 0:
+                    print(text, file=sys.stderr, flush=True)
 
     def timeout(self) -> float:
         """Seconds without progress that are a hang: earlier than PyTorch's own limit."""

@@ -70,8 +70,7 @@ def main() -> None:
         elif finding.level != "OK":
             text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
             print(text, file=sys.stderr, flush=True)
-    with suppress(BrokenPipeError):  # the launcher has stopped
-        os.write(1, f"{gpu_count}\n".encode())
+    guard.print_answer(str(gpu_count))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -109,8 +108,8 @@ def check_packages(script: str) -> None:
 
 def check_backend(request: str, ranks: int, gpu_count: int) -> None:
     """nccl, the default where there are GPUs, needs a GPU for each rank."""
-    backends = re.findall(r"\b(nccl|gloo)\b", request)
-    backend = "nccl" if gpu_count else "gloo"
+    backends = re.findall(r"backend[\"']?[=:\s]+[\"']?(nccl|gloo)\b", request)
+    backend = os.environ.get("BACKEND") or ("nccl" if gpu_count else "gloo")
     if backends:
         backend = backends[-1]
     if backend == "nccl" and gpu_count < ranks:

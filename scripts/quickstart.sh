@@ -19,6 +19,7 @@
 #   RUN_DIR=runs/resnet scripts/quickstart.sh --model resnet18 --epochs 1
 
 set -euo pipefail
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 PYTHON="${PYTHON:-python3}"
 VENV="${VENV:-.venv}"

@@ -6,8 +6,24 @@
 [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
   fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
 
+# A job submitted from within a training has inherited that training's variables, or those of one of its ranks.
+job="${SLURM_JOB_ID:-${PBS_JOBID:-}}"
+if [[ -n "$job" && -n "${ATTEMPT_ID:-}${RANK:-}" && "${ATTEMPT_ID:-}" != "$job"[.-]* ]]; then
+  unset ATTEMPT ATTEMPT_ID DEADLINE STATUS_FILE FAILURE_FILE STOP_FILE EVENTS_FILE NODES_FILE EXCLUDED_NODES \
+    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE "${!TORCHELASTIC_@}"
+  MASTER_ADDR="" MASTER_PORT=""
+fi
+
 set +eu # modules and conda use unset variables
-trap '[[ $BASH_SOURCE != */site.sh ]] || fail "line $LINENO of $BASH_SOURCE failed: $(sed -n ${LINENO}p $BASH_SOURCE)"' ERR
+# A line that loads a module and fails ends the launch; others may fail harmlessly.
+trap '[[ $BASH_SOURCE != */site.sh ]] || site_failed $LINENO' ERR
+site_failed() {
+  local line text
+  line="$(sed -n "$1p" scripts/site.sh)"
+  text="line $1 of scripts/site.sh failed: $line"
+  [[ "$line" != *module\ * ]] || fail "$text"
+  echo "WARNING: $(hostname): $text" >&2
+}
 
 # ---- modules. Over ssh and under PBS there is no `module`: the first call loads the site's.
 if [[ -z "$(type -t module)" ]]; then
@@ -25,7 +41,7 @@ fi
 # module purge
 # module load cuda/12.8
 
-# ---- Python: CONDA_ENV, PYTHON, or the .venv of scripts/quickstart.sh
+# ---- Python: CONDA_ENV, PYTHON, the active environment (conda's `base` is active everywhere), or .venv
 if [[ -n "${CONDA_ENV:-}" ]]; then
   [[ -n "$(command -v conda)" ]] || fail "CONDA_ENV=$CONDA_ENV, but no conda here: add it to PATH or load its module"
   # A non-interactive shell must source this before `conda activate` works.
@@ -34,8 +50,11 @@ if [[ -n "${CONDA_ENV:-}" ]]; then
   conda activate "$CONDA_ENV" 2>/dev/null ||
     fail "Failed to activate conda environment $CONDA_ENV: try \`conda activate $CONDA_ENV\` on this host"
   PYTHON="${PYTHON:-python}"
-elif [[ -z "${PYTHON:-}" && -x .venv/bin/python ]]; then
-  PYTHON="$PWD/.venv/bin/python"
+else
+  [[ "${CONDA_DEFAULT_ENV:-}" != base ]] || CONDA_PREFIX=""
+  for environment in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$PWD/.venv"; do
+    [[ -n "${PYTHON:-}" || ! -x "$environment/bin/python" ]] || PYTHON="$environment/bin/python"
+  done
 fi
 python=("${PYTHON:-python3}")
 

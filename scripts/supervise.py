@@ -13,6 +13,8 @@ themselves. It needs only Python 3.8.
     stopped by you                    prints how to resume
     crashed                           runs the same command again
     crashed 3 times without progress  prints the reason and exits
+    started by the scheduler 3 times  the same, instead of a requeue
+    in a row without progress
     failed with a permanent error     prints the reason and exits
 
 Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time or MAX_DURATION stop the
@@ -73,7 +75,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
-NO_PROGRESS = 3  # crashes in a row without progress before giving up
+NO_PROGRESS = 3  # crashes, or starts of the job, in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 NO_CRASH = ("finished", "stopped", "ended")
 WOULD_REPEAT = ("configuration", "NaN", "in use")
@@ -174,6 +176,7 @@ class Decision(Enum):
     WOULD_REPEAT = auto()  # the same error would occur again
     STOP_REQUESTED = auto()  # the training was asked to stop, but has failed
     NO_PROGRESS = auto()  # it has crashed too often without progress
+    NO_REQUEUE = auto()  # the job was started too often without progress
     TOO_MANY_RESTARTS = auto()  # MAX_RESTARTS is reached
 
 
@@ -188,6 +191,7 @@ class Facts(NamedTuple):
     restarts: int
     max_restarts: int
     bad_node: str = ""  # "replaced" by a spare node, or there is "no spare"
+    starts: int = 1  # of the job, in a row without progress, with this one
 
 
 def decide(facts, can_requeue=True):
@@ -195,7 +199,7 @@ def decide(facts, can_requeue=True):
     if facts.cause in ("finished", "ended"):
         return Decision.FINISH
     if can_requeue and requeue_may_help(facts):
-        return Decision.REQUEUE
+        return Decision.REQUEUE if facts.starts < NO_PROGRESS else Decision.NO_REQUEUE
     if facts.cause == "stopped":
         return Decision.STOP
     if facts.cause in WOULD_REPEAT and facts.bad_node != "replaced":
@@ -226,8 +230,8 @@ def requeue_may_help(facts):
 
 
 def made_progress(attempt):
-    """Whether an attempt that crashed has saved a step that the previous one had not."""
-    if attempt["world_size"]:  # the script has written its status
+    """Whether an attempt has saved a step that the previous one had not."""
+    if attempt.get("world_size"):  # the script has written its status
         return attempt["saved_step"] > attempt["start_step"]
     return attempt["end"] - attempt["start"] > PROGRESS_SECONDS
 
@@ -280,6 +284,8 @@ def report_crash(attempt, decision, facts):
         why = "a stop was requested"
     elif decision == Decision.NO_PROGRESS:
         why = f"{facts.crashes} crashes without progress"
+    elif decision == Decision.NO_REQUEUE:
+        why = f"in {facts.starts} starts of this job in a row, no new step was saved"
     else:
         why = f"MAX_RESTARTS={facts.max_restarts} is reached"
     log(f"error: {what}. Giving up: {why}. After fixing it, to resume: {how_to_resume()}")
@@ -368,7 +374,7 @@ class Supervisor:
                     log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
             if decision == Decision.STOP:
                 report_stop(attempt)
-            if cause not in NO_CRASH:
+            if cause not in NO_CRASH or decision == Decision.NO_REQUEUE:
                 report_crash(attempt, decision, facts)
             if decision != Decision.RESTART:
                 return exit_code(decision, cause, stopped_code)
@@ -391,7 +397,19 @@ class Supervisor:
             restarts=self.restarts,
             max_restarts=max_restarts,
             bad_node=self.bad_node,
+            starts=self.starts_without_progress(),
         )
+
+    def starts_without_progress(self):
+        """How often in a row, with this time, the scheduler has started this job in vain."""
+        numbers = set()
+        for record in reversed(self.log_records()):
+            job, _, number = record["attempt"].rpartition(".")
+            is_complete = has_only(NUMBER, record, ("start", "end", "start_step", "saved_step"))
+            if job != self.job or not number.isdigit() or not is_complete or made_progress(record):
+                break
+            numbers.add(int(number) // 1000)  # see environment()
+        return len(numbers)
 
     # ------------------------------------------------------------------------- the nodes
 
@@ -401,6 +419,9 @@ class Supervisor:
         self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
         # of the next attempt
         self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
+        if len(self.nodes) < len(self.job_nodes):
+            used = f"{len(self.nodes)} of the job's {len(self.job_nodes)} nodes"
+            log(f"training on {used} (NNODES, EXCLUDED_NODES); the others are spares")
         self.evidence = Evidence(has_excluded_nodes())
         self.bad_node = ""  # see Facts
 
@@ -955,7 +976,8 @@ def how_to_resume():
     in_pbs = os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
     if in_pbs or (os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()):
         return "submit the same command again"
-    return " ".join(shlex.quote(word) for word in sys.argv)
+    command = " ".join(shlex.quote(word) for word in sys.argv)
+    return re.sub(r" --stop-at-step[= ]\d+", "", command)  # it would stop there at once
 
 
 def submit_without(nodes):

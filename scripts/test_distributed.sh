@@ -14,6 +14,7 @@
 #   salloc --nodes=2 --gpus-per-node=4 scripts/test_distributed.sh
 
 set -euo pipefail
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 DRY_RUN="${DRY_RUN:-}"
 

@@ -280,6 +280,8 @@ STEP = {
     **{"SLURM_STEP_NODELIST": "node[01-02]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
 }
 BY_TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+BY_TORCHRUN["TORCHELASTIC_RUN_ID"] = "none"
+LEFT_OVER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 ALONE = (0, 0, 1, 1)
 
 
@@ -299,6 +301,7 @@ def ranks(env: dict[str, str]) -> tuple[int, ...]:
         (BY_TORCHRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, (5, 1, 8, 4)),
         (STEP, (3, 1, 4, 2)),
         (STEP | BY_TORCHRUN, (5, 1, 8, 4)),
+        (STEP | LEFT_OVER, (3, 1, 4, 2)),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, (3, 1, 4, 3)),
         (BATCH_SHELL, ALONE),
         (BATCH_SHELL | {"SLURM_STEP_ID": "-5"}, ALONE),
@@ -310,6 +313,7 @@ def ranks(env: dict[str, str]) -> tuple[int, ...]:
         "torchrun",
         "srun",
         "torchrun in srun",
+        "left over in the shell",
         "uneven",
         "sbatch",
         "sbatch of Slurm 26.05",
@@ -401,7 +405,7 @@ def test_the_hosts_of_a_job_come_from_slurm_or_pbs(tmp_path, monkeypatch):
     assert guard.hosts_of_job({}) == ["localhost"]
     command = [sys.executable, GUARD, "--hosts"]
     env = {**os.environ, "PBS_NODEFILE": str(slots)}
-    assert subprocess.check_output(command, text=True, env=env) == "b\na\n"
+    assert subprocess.check_output(command, text=True, env=env) == "b a\n"
 
 
 def test_the_next_port_is_used_if_the_first_is_taken():
@@ -486,6 +490,24 @@ def test_a_rank_with_another_script_or_config_file_is_named(tmp_path):
     write(tmp_path / "b", fault="print(step)")
     text = refused(run(3, "my_train.py", before=go))
     assert text.startswith("file my_train.py differs: ") and f"for rank 2 on {HOST}, " in text
+
+
+def test_a_variable_that_the_script_sets_after_pytorch_has_read_it_is_named_once(tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text("import os, time\nos.environ['TORCH_LOGS'] = '+dynamo'\ntime.sleep(3)\n")
+    result = run(2, script)
+    text = "guard.py: WARNING: the script sets TORCH_LOGS too late, because guard.py has imported"
+    assert result.codes == [0, 0]
+    assert result.err[0].count("\n") == 1 and result.err[0].startswith(text) and not result.err[1]
+
+
+def test_a_file_of_results_on_the_node_of_rank_0_is_not_compared(tmp_path):
+    for directory in "ab":
+        write(tmp_path / directory)
+    (tmp_path / "a/results.json").write_text("{}")  # of the last run
+    go = f"import os\nos.chdir({str(tmp_path)!r} + '/' + 'ab'[int(os.environ['RANK'])])"
+    result = run(2, "my_train.py", "--results=results.json", before=go)
+    assert result.codes == [0, 0], result.err
 
 
 # ------------------------------------------------------------------------ cores and memory

@@ -218,6 +218,150 @@ def test_an_absurd_number_of_ranks_is_refused(ranks, code):
 
 
 @pytest.fixture
+def clone(tmp_path):
+    """A copy of the repository, where a dry run of a launcher does not start Python."""
+    return copy_repository(tmp_path / "repo")
+
+
+def dry_run_in(clone, **env) -> str:
+    """The command line that launch_singlenode.sh prints there; its error message if it fails."""
+    outside = ("SLURM_", "PBS_", "PYTHON", "VIRTUAL_ENV", "CONDA_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(outside)}
+    env = inherited | {"DRY_RUN": "1", "MASTER_PORT": "29400"} | env
+    command = ["scripts/ssh/launch_singlenode.sh", CONFIG, "2"]
+    result = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
+    return result.stdout or result.stderr
+
+
+def test_an_active_environment_comes_after_python_and_before_the_venv_of_the_repository(clone):
+    mine, conda, venv = clone / "mine", clone / "conda", clone / ".venv"
+    for environment in (mine, conda, venv):
+        write_program(environment / "bin/python", "exit 0")
+    active = {"CONDA_PREFIX": str(conda)}
+    assert dry_run_in(clone).startswith(f"$ {venv}/bin/python -m")
+    assert dry_run_in(clone, **active).startswith(f"$ {conda}/bin/python -m")
+    assert dry_run_in(clone, **active, CONDA_DEFAULT_ENV="base").startswith(f"$ {venv}/bin/")
+    active["VIRTUAL_ENV"] = str(mine)
+    assert dry_run_in(clone, **active).startswith(f"$ {mine}/bin/python -m")
+    active["PYTHON"] = "/my/python"
+    assert dry_run_in(clone, **active).startswith("$ /my/python -m")
+
+
+@pytest.mark.parametrize(
+    ("level", "used"), [("debug", "DEBUG"), ("Info", "INFO"), ("trace", "WARNING")]
+)
+def test_settings_of_other_programs_in_generic_variables_do_not_end_the_launch(
+    tmp_path, level, used
+):
+    python = write_program(tmp_path / "python", 'echo "$LOGLEVEL: $*"')
+    env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "NPROC_PER_NODE": "1"}
+    env |= {"LOG_LEVEL": level, "LAUNCHER": "accelerate launch"}
+    command = ["scripts/cluster_train.sh", CONFIG, "1", "0", "localhost", "29400"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    assert f"\n{used}: -m torch.distributed.run --nnodes 1" in result.stdout, result.stderr
+
+
+def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
+    write_program(tmp_path / "date", "echo 20261126_120000")
+    env = {"PYTHON": str(write_program(tmp_path / "python", "exit 0")), "LOG_DIR": str(tmp_path)}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC_PER_NODE": "1"}
+    command = ["scripts/cluster_train.sh", CONFIG, "1", "0", "localhost", "29400"]
+    for job in ({}, {}, {"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18"}):
+        subprocess.run(command, cwd=REPO, env=os.environ | env | job, check=True)
+    logs = [path.name for path in tmp_path.rglob("cluster_train_*.log")]
+    assert len(logs) == 4
+    assert "cluster_train_20261126_120000_18_node0.log" in logs
+
+
+def test_a_python_that_prints_when_it_starts_does_not_disturb_the_launch(tmp_path):
+    """A wrapper that loads an environment, and a sitecustomize.py."""
+    python = write_program(tmp_path / "python", f'echo loading; exec {sys.executable} "$@"')
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
+    (tmp_path / "my_train.py").write_text("print('the script ran')\n")
+    env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(tmp_path / "my_train.py"), "GUARD": "0"})
+    assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize("name", ["POSIXLY_CORRECT", "PYTHONSAFEPATH", "CDPATH"])
+def test_variables_that_change_bash_and_python_do_not_disturb_the_launch(tmp_path, name):
+    (tmp_path / "scripts").mkdir()  # `cd scripts` would go there
+    script = tmp_path / "my_train.py"
+    script.write_text("print('the script ran')\n")
+    env = {name: str(tmp_path), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script), "GUARD": "0"})
+    assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
+
+
+ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        (ARGPARSE, []),
+        (ARGPARSE + "parser.add_argument('--config')\n", ["--config", CONFIG]),
+        ("from train_distributed import Task, main\n", ["--config", CONFIG]),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["scripts/cluster_train.sh", "slurm_train_multinode.sh"])
+def test_a_script_gets_only_options_that_it_has(tmp_path, launcher, text, config):
+    script = tmp_path / "my_train.py"
+    script.write_text(text)
+    env = {"TRAIN_SCRIPT": str(script), "DRY_RUN": "1", "PYTHON": sys.executable}
+    command = ["bash", launcher, CONFIG, "--lr", "1"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    words = shlex.split(result.stdout)
+    assert words[words.index(str(script)) + 1 :] == [*config, "--lr", "1"]
+
+
+def test_the_node_list_of_a_job_that_has_ended_is_one_error(tmp_path):
+    """A shell that was started in a job keeps its variables."""
+    write_program(tmp_path / "scontrol", "exit 1")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+    result = run_cluster_train(env | {"PYTHON": sys.executable})
+    assert result.returncode == 2 and result.stdout.count("\n") == 1, result.stdout
+    assert "`scontrol show hostnames gpu[07-08]` failed" in result.stdout
+
+
+# What a rank of another job, number 16, has in its environment.
+OF_ANOTHER_JOB = {
+    "ATTEMPT": "1",
+    "ATTEMPT_ID": "16.1",
+    "DEADLINE": "9",
+    "STATUS_FILE": "/16/status",
+}
+OF_ANOTHER_JOB |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29416", "MASTER_ADDR": "n16"}
+OF_ANOTHER_JOB |= {"TORCHELASTIC_RUN_ID": "none", "FAILURE_FILE": "/16/failure"}
+
+
+@pytest.mark.parametrize(
+    "script", ["run_distributed.slurm", "slurm_train_multinode.sh", "scripts/pbs/pbs_train.sh"]
+)
+def test_a_job_submitted_from_within_a_training_does_not_use_its_variables(tmp_path, script):
+    """The job script starts supervise.py, here replaced by a program that prints them."""
+    names = "|".join(OF_ANOTHER_JOB)
+    python = write_program(tmp_path / "python", f"echo $1; env | grep -E '^({names})=[^ ]'; exit 0")
+    (tmp_path / "nodes").write_text("n1\n")
+    write_program(tmp_path / "pbsdsh", "exit 1")
+    job = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
+    if "pbs" in script:
+        job = {"PBS_JOBID": "17.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python)}
+    env = os.environ | path | job | OF_ANOTHER_JOB
+    result = subprocess.run(["bash", script], cwd=REPO, env=env, capture_output=True, text=True)
+    assert result.stdout == "scripts/supervise.py\n", result.stderr
+
+
+def test_the_variables_of_the_own_job_are_kept(tmp_path):
+    """supervise.py has set them for this attempt."""
+    env = os.environ | OF_ANOTHER_JOB | {"SLURM_JOB_ID": "16", "LAUNCHER": "", "DRY_RUN": "1"}
+    command = ["scripts/cluster_train.sh", CONFIG, "2", "1"]
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    assert " --master-addr n16 --master-port 29416 " in result.stdout, result.stderr
+
+
+@pytest.fixture
 def conda(tmp_path) -> dict[str, str]:
     """A PATH with a conda that knows the environment `mine`."""
     for name, text in {"bin/conda": CONDA, "etc/profile.d/conda.sh": CONDA_SH}.items():
@@ -258,17 +402,22 @@ def test_a_conda_environment_that_does_not_exist_is_named_once(tmp_path, conda, 
     assert len(lines) == 2 and result.returncode == 2
 
 
-def test_a_command_of_site_sh_that_fails_is_named_once(tmp_path):
-    copy = copy_repository(tmp_path / "repo")
-    site = copy / "scripts/site.sh"
-    site.write_text(site.read_text().replace("# module purge", "test -e /absent"))
-    env = {"LOG_DIR": str(tmp_path), "HOME": str(tmp_path)}
-    command = [copy / "scripts/supervise.py", "scripts/cluster_train.sh"]
-    result = subprocess.run(command, cwd=copy, env=os.environ | env, capture_output=True, text=True)
-    assert result.returncode == 2 and "Restart" not in result.stderr
-    line = 1 + site.read_text().split("test -e")[0].count("\n")
-    text = f"line {line} of scripts/site.sh failed: test -e /absent"
-    assert f"supervise.py: error: configuration: {os.uname().nodename}: {text}" in result.stderr
+@pytest.mark.parametrize(
+    "command", ["module load absent", "test -e /absent", "ulimit -n 9999999999"]
+)
+def test_a_command_of_site_sh_that_fails_is_named_and_ends_the_launch_if_it_loads_modules(
+    clone, command
+):
+    site = clone / "scripts/site.sh"
+    functions = "module() { return 1; }\n"
+    site.write_text(functions + site.read_text().replace("# module purge", command))
+    line = 1 + site.read_text().split(f"\n{command}")[0].count("\n") + 1
+    text = f"{os.uname().nodename}: line {line} of scripts/site.sh failed: {command}\n"
+    output = dry_run_in(clone, FAILURE_FILE="/dev/null")
+    if command.startswith("module"):
+        assert output == f"cluster_train.sh: error: {text}"
+    else:
+        assert output.startswith("$ ")
 
 
 MEMORY = Path("/sys/fs/cgroup/memory")
@@ -294,8 +443,40 @@ def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
     finally:
         group.rmdir()
     assert result.returncode > 0
-    assert "error: " in result.stdout and "the node ran out of memory" in result.stdout
+    assert "error: " in result.stdout and "the job ran out of memory" in result.stdout
     assert json.loads(failure.read_text())["cause"] == "out of memory"
+
+
+NEIGHBOUR = """
+import subprocess
+hog = "import os; open(GROUP, 'w').write(str(os.getpid())); bytearray(2 * 10**8)"
+print("the neighbour ended with", subprocess.run(["PYTHON", "-c", hog]).returncode, flush=True)
+raise SystemExit(1)
+"""
+
+
+@pytest.mark.skipif(not os.access(MEMORY / "tasks", os.W_OK), reason="needs memory cgroups (v1)")
+def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause(tmp_path):
+    script, failure = tmp_path / "my_train.py", tmp_path / "failure"
+    group = MEMORY / f"test-neighbour-{os.getpid()}"
+    text = NEIGHBOUR.replace("GROUP", f"'{group}/tasks'").replace("PYTHON", sys.executable)
+    script.write_text(text)
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text("40M")
+        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
+        env |= {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+        result = run_cluster_train(env)
+    finally:
+        group.rmdir()
+    assert result.returncode == 1 and "the neighbour ended with -9\n" in result.stdout
+    assert "out of memory" not in result.stdout
+
+
+def run_cluster_train(env) -> subprocess.CompletedProcess:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = ["scripts/cluster_train.sh", CONFIG]
+    return subprocess.run(command, cwd=REPO, env=os.environ | env, **pipes)
 
 
 def test_ranks_run_in_a_container(tmp_path):

@@ -73,6 +73,24 @@ def test_missing_packages(check):
     assert code == 0 and "WARNING" in error and "has no torch: pip install -r" in error
 
 
+@pytest.mark.parametrize(
+    ("request_text", "accepted"),
+    [
+        ("--checkpoint-dir runs/gloo", False),
+        ("--distributed-backend gloo --checkpoint-dir runs/nccl", True),
+        ('backend: "gloo" --lr 1', True),
+        ("--backend=gloo", True),
+        ("backend: gloo --distributed-backend nccl", False),
+    ],
+)
+def test_the_backend_comes_from_an_option_not_from_a_path(monkeypatch, request_text, accepted):
+    """For two ranks on one GPU, which nccl refuses."""
+    refusals = []
+    monkeypatch.setattr(preflight, "refuse", refusals.append)
+    preflight.check_backend(request_text, 2, 1)
+    assert (refusals == []) == accepted
+
+
 def test_an_old_python():
     """Simulated: there is none here."""
     code = "import runpy, sys; sys.version_info = (3, 8, 10); sys.argv = sys.argv[1:]; "

@@ -21,6 +21,7 @@ from harness import (
     processes_with,
     wait_for_step,
     wait_until,
+    write_program,
 )
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
@@ -460,6 +461,7 @@ def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
         ("REQUEUE", "STOP_REQUESTED", {"cause": "exception", "signals": ["SIGUSR1"]}),
         ("REQUEUE", "STOP_REQUESTED", {"cause": "killed", "killed": True}),  # at the time limit
         ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "killed", "killed": True, "crashes": 3}),
+        ("NO_REQUEUE", "STOP", {"cause": "stopped", "reason": "time limit", "starts": 3}),
     ],
 )
 def test_the_decision_after_each_kind_of_end(decision, if_refused, facts):
@@ -469,6 +471,55 @@ def test_the_decision_after_each_kind_of_end(decision, if_refused, facts):
     facts = module.Facts(**first | facts)
     assert module.decide(facts).name == decision
     assert module.decide(facts, can_requeue=False).name == if_refused
+
+
+SCONTROL = """case "$*" in
+  "show job"*) echo "JobId=7 JobState=RUNNING" ;;
+  requeue*) echo requeue >>{} ;;
+esac
+"""
+STARTS_SLOWLY = "import time; time.sleep(30)"
+
+
+@pytest.mark.parametrize("kind", ["stops", "is killed"])
+def test_a_job_that_saves_no_new_step_in_three_starts_is_not_requeued(
+    tmp_path, fake, supervise, kind
+):
+    """Its time is shorter than its start-up. squeue and scontrol stand for Slurm."""
+    requeues = tmp_path / "requeues"
+    write_program(tmp_path / "bin/scontrol", SCONTROL.format(requeues))
+    write_program(tmp_path / "bin/squeue", "exit 1")
+    job = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    command = [sys.executable, "-c", STARTS_SLOWLY]
+    if kind == "stops":
+        (tmp_path / "fake.py").write_text(FAKE.replace("saved_step=step", "saved_step=start"))
+        command = [*fake, tmp_path / "run"]
+    for start in range(4):
+        code, text = supervise(
+            *command, **job, MAX_DURATION="1", STOP_SECONDS="1", SLURM_RESTART_COUNT=str(start)
+        )
+        count = requeues.read_text().count("requeue") if requeues.exists() else 0
+        assert count == min(start + 1, 2), text
+        gave_up = f"in {start + 1} starts of this job in a row, no new step was saved" in text
+        assert gave_up == (start >= 2), text
+
+
+def test_a_job_that_saves_new_steps_is_requeued_without_a_limit(tmp_path, fake, supervise):
+    requeues = tmp_path / "requeues"
+    write_program(tmp_path / "bin/scontrol", SCONTROL.format(requeues))
+    job = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    for start in range(4):
+        code, text = supervise(*fake, **job, MAX_DURATION="1", SLURM_RESTART_COUNT=str(start))
+        assert code == 0, text
+    assert requeues.read_text().count("requeue") == 4
+
+
+def test_the_command_that_resumes_does_not_stop_at_the_same_step_again(monkeypatch):
+    module = load(SUPERVISE)
+    monkeypatch.delenv("PBS_ENVIRONMENT", raising=False)
+    for option in (["--stop-at-step", "5"], ["--stop-at-step=5"]):
+        monkeypatch.setattr(sys, "argv", ["supervise.py", "my train", *option, "--lr=1"])
+        assert module.how_to_resume() == "supervise.py 'my train' --lr=1"
 
 
 def test_the_first_restart_is_at_once_and_a_second_crash_without_progress_waits():
@@ -552,6 +603,16 @@ def test_a_node_whose_gpu_has_failed_is_replaced_at_once(tmp_path, supervise):
     command = [sys.executable, "-c", LAUNCHER, json.dumps(failures)]
     code, text = supervise(*command, NNODES="2")
     assert code == 0 and "attempt 2 without n3.site\n" in text, text
+
+
+def test_nodes_that_are_not_used_are_mentioned_at_the_start(tmp_path, supervise):
+    """NNODES may be a variable of another program."""
+    write_program(tmp_path / "bin/scontrol", "echo n1 n2")
+    job = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]"}
+    text = "supervise.py: training on 1 of the job's 2 nodes (NNODES, EXCLUDED_NODES); the others"
+    for nnodes in ("1", "2"):
+        _, printed = supervise("true", **job, NNODES=nnodes)
+        assert (text in printed) == (nnodes == "1")
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@
 ##PBS -l nodes=2:ppn=32:gpus=4
 
 set -euo pipefail
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 ARGS="${ARGS:-}"
 REPO_ROOT="${REPO_ROOT:-}"
@@ -120,7 +121,7 @@ main() {
     exec "${PYTHON:-python3}" scripts/supervise.py bash scripts/pbs/pbs_train.sh "$config" "$@"
   fi
   mapfile -t hosts < <(awk '!seen[$1]++ { print $1 }' <<<"$slots")
-  port="${MASTER_PORT:-$("${PYTHON:-python3}" scripts/guard.py --free-port)}" # this is the first host
+  port="${MASTER_PORT:-$("${PYTHON:-python3}" scripts/guard.py --free-port | tail -n 1)}" # this is the first host
   directory="$(realpath -m "$LOG_DIR")/pbs_${PBS_JOBID:-dry_run}"
   if [[ -z "$DRY_RUN" ]]; then
     trap end EXIT

@@ -23,6 +23,7 @@
 #   NCCL_DEBUG=INFO scripts/ssh/launch_torchrun_auto.sh configs/default_config.yaml 8 a b c --epochs 10
 
 set -euo pipefail
+unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 MASTER_ADDR="${MASTER_ADDR:-}"
 MASTER_PORT="${MASTER_PORT:-}"
