@@ -12,6 +12,7 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import fuzz
 import pytest
@@ -145,8 +146,8 @@ def run_directory(tmp_path_factory) -> Path:
     for name, step in STEPS.items():
         weights = torch.ones(64)
         content = {"state": {"step": step}, "config": {"resume": "auto", "init": None}}
-        content |= {"model": {"w": weights}, "optimizer": {}}
-        content["digests"] = {"w": trainer.digests_of([weights]).item()}
+        content |= {"model": {"w": weights}, "optimizer": {"state": {}}}
+        content["digests"] = {"model.w": trainer.digests_of([weights]).item()}
         torch.save(content, path / name)
     lines = [METRIC, EPOCH, METRIC | {"step": 40}, EPOCH | {"step": 52, "epoch": 2}]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -197,7 +198,8 @@ def open_run_directory(path: Path, resume: str) -> Path | None:
     lock = trainer.lock_directory(cfg)
     try:
         found = trainer.find_checkpoint(cfg)
-        metrics = trainer.MetricsWriter(trainer.Task(), cfg, trainer.World(), None)
+        saver = SimpleNamespace(stream=None, code="train_distributed.py 0")
+        metrics = trainer.MetricsWriter(trainer.Task(), cfg, trainer.World(), saver)
         metrics.record("train", 53, {"loss": 1.0})
         return found
     finally:

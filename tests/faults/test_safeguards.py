@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 TRAINER = {
     "ranks agree on a stop": (
         "faults/test_stop.py -k 'signal_to_any_rank and SIGUSR1'",
-        r"assert \[.*\] == \[0, 0|still ran after",
+        r"exit codes \[.*[1-9]|still ran after",
         """
         def agree(self, step, numbers=(), inner=t.Sync.agree):
             numbers = inner(self, step, numbers)
@@ -84,7 +84,8 @@ TRAINER = {
         r"error: cannot write \S+; is the disk full",
         """
         def save(self, *arguments, inner=t.Saver.save):
-            inner(self, *arguments[:-1], True)
+            self.has_failed = True
+            inner(self, *arguments)
 
         t.Saver.save = save
         """,
@@ -109,8 +110,8 @@ TRAINER = {
         "test_bad_input.py -k other_data",
         "assert 0 == 2",
         """
-        def restore(self, checkpoint, *arguments, inner=t.Saver.restore):
-            inner(self, checkpoint | self.identity, *arguments)
+        def restore(self, path, checkpoint, *more, inner=t.Saver.restore):
+            inner(self, path, checkpoint | self.identity, *more)
 
         t.Saver.restore = restore
         """,
@@ -165,8 +166,8 @@ TRAINER = {
     ),
     "each sample is seeded": (
         "test_data.py -k seeded_for_each_sample",
-        "assert ",
-        "t.SeededDataset.seed_for = lambda self, key: key % len(self.dataset)",
+        r"assert \(.*\) == \(",
+        "t.seed_generators = lambda seed, device=None: None",
     ),
 }
 
@@ -227,7 +228,8 @@ def assert_fails(tests: str, expected: str, tmp_path, repository, **env) -> None
     name, _, words = tests.partition(" -k ")
     command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{name}"]
     command += ["-k", words.strip("'")] if words else []
-    command += [f"--basetemp={tmp_path / 'pytest'}", "-p", "no:cacheprovider"]
+    short = tmp_path.with_name("inner")  # sockets of loader workers need a short TMPDIR
+    command += [f"--basetemp={short}", "-p", "no:cacheprovider"]
     env = os.environ | {"FAULTS": "", "WITHOUT_SAFEGUARD": ""} | env
     result = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True)
     print(result.stdout[-4000:])
