@@ -87,6 +87,7 @@ main() {
   export REPO_ROOT="$PWD"
   [[ -f train_distributed.py ]] ||
     fail "no train_distributed.py in $PWD: submit from the repository, or set REPO_ROOT"
+  export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
   if [[ $# -gt 0 && "$1" != -* ]]; then

@@ -139,6 +139,7 @@ main() {
   done
   [[ ${#arguments[@]} -le 5 ]] || fail "too many arguments before the options: ${arguments[*]:5}"
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
   [[ -n "$DRY_RUN" ]] || "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||

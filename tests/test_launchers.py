@@ -293,6 +293,14 @@ def test_variables_that_change_bash_and_python_do_not_disturb_the_launch(tmp_pat
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
 
 
+def test_a_script_elsewhere_may_import_the_trainer(tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text("import train_distributed\nprint('it is there')\n")
+    env = {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path), "GUARD": "0"}
+    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script)})
+    assert result.returncode == 0 and "it is there\n" in result.stdout, result.stdout
+
+
 ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
 
 
