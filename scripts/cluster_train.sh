@@ -107,8 +107,11 @@ stop() {
     stop_received=1
     return
   fi
-  trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' INT
-  if pkill -TERM -P "$child"; then
+  local torchrun="$child"
+  [[ -z "${APPTAINER_IMAGE:-}" ]] || torchrun="$(pgrep -P "$child")" || torchrun="$child"
+  # shellcheck disable=SC2064
+  trap "pkill -KILL -P $torchrun || true; kill -KILL $torchrun $child || true" INT
+  if pkill -TERM -P "$torchrun"; then
     ranks_signaled=1
   elif [[ -z "$ranks_signaled" ]]; then # no ranks yet: nothing to save
     kill -KILL "$child" || true
