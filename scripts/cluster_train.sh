@@ -132,7 +132,10 @@ main() {
     exit
   fi
   # Other programs use these names, too.
-  [[ "$LAUNCHER" == torch.distributed.launch ]] || LAUNCHER=torch.distributed.run
+  if [[ ! "$LAUNCHER" =~ ^torch\.distributed\.(run|launch)$ ]]; then
+    echo "cluster_train.sh: WARNING: LAUNCHER=$LAUNCHER is another program's, and is ignored" >&2
+    LAUNCHER=torch.distributed.run
+  fi
   LOG_LEVEL="${LOG_LEVEL^^}"
   [[ "$LOG_LEVEL" =~ ^(DEBUG|INFO|ERROR|CRITICAL)$ ]] || LOG_LEVEL=WARNING
   local arguments=() hosts=()

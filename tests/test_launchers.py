@@ -280,6 +280,7 @@ def test_settings_of_other_programs_in_generic_variables_do_not_end_the_launch(
     command = ["scripts/cluster_train.sh", CONFIG, "1", "0", "localhost", "29400"]
     result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
     assert f"\n{used}: -m torch.distributed.run --nnodes 1" in result.stdout, result.stderr
+    assert "WARNING: LAUNCHER=accelerate launch is another program's, and is" in result.stderr
 
 
 def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
