@@ -214,13 +214,22 @@ main() {
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # tee ignores signals: it must run until the ranks have written their last lines.
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
-  local tee=$! status=0 kills
+  local tee=$! status=0 kills own_reports=""
+  if [[ -z "${FAILURE_FILE:-}" ]]; then # not under supervise.py
+    own_reports="$(mktemp -d)"
+    export FAILURE_FILE="$own_reports/failure.json"
+  fi
   kills="$(oom_kills)"
   run_ranks "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
   # The report of a rank, if there is one, is more precise.
   if [[ ! -s "${FAILURE_FILE:-}" ]] && ((status > 0 && $(oom_kills) > kills)); then
     report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
+  fi
+  if [[ -n "$own_reports" ]]; then # torchrun prints 40 lines after a rank's error: repeat it, as supervise.py does
+    "${PYTHON:-python3}" -c 'import json, sys; print("cluster_train.sh: error: rank {rank} on {host}: {reason}".format(
+      **json.load(open(sys.argv[1]))), file=sys.stderr)' "$FAILURE_FILE" 2>&1 | grep "^cluster_train" >&2 || true
+    rm -rf "$own_reports"
   fi
   exec &>/dev/null
   for _ in {1..500}; do # wait for the last lines on a slow terminal

@@ -495,6 +495,19 @@ def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause
     assert "out of memory" not in result.stdout
 
 
+def test_the_last_line_after_an_error_is_the_error(tmp_path):
+    """torchrun would print about 40 lines after it."""
+    script = tmp_path / "my_train.py"
+    script.write_text("raise SystemExit(2) from ValueError('no --data-dir')\n")
+    env = {"TRAIN_SCRIPT": str(script), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+    result = run_cluster_train(env | {"GUARD": "0", "TMPDIR": str(tmp_path)})
+    last = f"cluster_train.sh: error: rank 0 on {os.uname().nodename}: no --data-dir"
+    assert result.returncode == 1 and result.stdout.splitlines()[-1] == last
+    script.write_text("pass\n")
+    assert "error" not in run_cluster_train(env).stdout
+    assert not list(tmp_path.glob("tmp*"))
+
+
 def run_cluster_train(env) -> subprocess.CompletedProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = ["scripts/cluster_train.sh", CONFIG]
