@@ -845,7 +845,8 @@ def setup_distributed(cfg) -> World:
     per_node = launch_variable("LOCAL_WORLD_SIZE", 1)
     nodes = world_size // per_node
     if (cfg.nodes or nodes) != nodes or (cfg.gpus_per_node or per_node) != per_node:
-        raise UserError(f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks")
+        text = f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks"
+        raise UserError(f"{text}: the launcher sets their number (torchrun: --nproc-per-node)")
     device = select_device(launch_variable("LOCAL_RANK", 0), world_size)
     backend = cfg.distributed_backend or dist.get_default_backend_for_device(device)
     if backend == "nccl" and device.type == "cpu":

@@ -107,8 +107,11 @@ stop() {
     stop_received=1
     return
   fi
-  trap 'pkill -KILL -P "$child" || true; kill -KILL "$child" || true' INT
-  if pkill -TERM -P "$child"; then
+  local torchrun="$child"
+  [[ -z "${APPTAINER_IMAGE:-}" ]] || torchrun="$(pgrep -P "$child")" || torchrun="$child"
+  # shellcheck disable=SC2064
+  trap "pkill -KILL -P $torchrun || true; kill -KILL $torchrun $child || true" INT
+  if pkill -TERM -P "$torchrun"; then
     ranks_signaled=1
   elif [[ -z "$ranks_signaled" ]]; then # no ranks yet: nothing to save
     kill -KILL "$child" || true
@@ -129,7 +132,10 @@ main() {
     exit
   fi
   # Other programs use these names, too.
-  [[ "$LAUNCHER" == torch.distributed.launch ]] || LAUNCHER=torch.distributed.run
+  if [[ ! "$LAUNCHER" =~ ^torch\.distributed\.(run|launch)$ ]]; then
+    echo "cluster_train.sh: WARNING: LAUNCHER=$LAUNCHER is another program's, and is ignored" >&2
+    LAUNCHER=torch.distributed.run
+  fi
   LOG_LEVEL="${LOG_LEVEL^^}"
   [[ "$LOG_LEVEL" =~ ^(DEBUG|INFO|ERROR|CRITICAL)$ ]] || LOG_LEVEL=WARNING
   local arguments=() hosts=()
@@ -209,13 +215,22 @@ main() {
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # tee ignores signals: it must run until the ranks have written their last lines.
   exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
-  local tee=$! status=0 kills
+  local tee=$! status=0 kills own_reports=""
+  if [[ -z "${FAILURE_FILE:-}" ]]; then # not under supervise.py
+    own_reports="$(mktemp -d)"
+    export FAILURE_FILE="$own_reports/failure.json"
+  fi
   kills="$(oom_kills)"
   run_ranks "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
   # The report of a rank, if there is one, is more precise.
   if [[ ! -s "${FAILURE_FILE:-}" ]] && ((status > 0 && $(oom_kills) > kills)); then
     report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
+  fi
+  if [[ -n "$own_reports" ]]; then # torchrun prints 40 lines after a rank's error: repeat it, as supervise.py does
+    "${PYTHON:-python3}" -c 'import json, sys; print("cluster_train.sh: error: rank {rank} on {host}: {reason}".format(
+      **json.load(open(sys.argv[1]))), file=sys.stderr)' "$FAILURE_FILE" 2>&1 | grep "^cluster_train" >&2 || true
+    rm -rf "$own_reports"
   fi
   exec &>/dev/null
   for _ in {1..500}; do # wait for the last lines on a slow terminal

@@ -324,9 +324,10 @@ class Supervisor:
         # the time, and requests to stop
         self.began = time.time()
         self.deadline = self.began + max_duration
-        end = end_of_job()
-        if end:
-            self.deadline = min(self.deadline, end)
+        self.end_of_job = end_of_job() or float("inf")
+        self.deadline = min(self.deadline, self.end_of_job)
+        # The training is asked to stop this many seconds before the deadline.
+        self.reserve = min(120, (self.deadline - self.began) / 10)
         self.stop_seconds = stop_seconds
         self.signals = []  # (name, time) of each signal received
         self.stopping_since = None
@@ -631,8 +632,7 @@ class Supervisor:
 
     def stop_if_requested(self):
         """Ask the training to stop, after a signal or shortly before the end of the time."""
-        reserve = min(120, (self.deadline - self.began) / 10)
-        out_of_time = time.time() > self.deadline - reserve
+        out_of_time = time.time() > self.deadline - self.reserve
         if self.signals:
             reason = self.signals[0][0]
         elif out_of_time:
@@ -648,10 +648,13 @@ class Supervisor:
             log(f"to resume: {how_to_resume()}")
 
     def kill_if_too_slow(self, child):
-        """Kill the training after STOP_SECONDS, or at a second Ctrl-C."""
+        """Kill the training after STOP_SECONDS, in time for a requeue, or at a second Ctrl-C."""
         since = self.stopping_since
         pressed_again = any(name == "SIGINT" and when > since + 1 for name, when in self.signals)
-        if pressed_again or time.time() > since + self.stop_seconds:
+        limit = since + self.stop_seconds
+        if not self.signals:  # at the time limit; after it, Slurm would no longer requeue the job
+            limit = min(limit, self.end_of_job - self.reserve / 4)
+        if pressed_again or time.time() > limit:
             self.killed = True
             kill_group(child)
 

@@ -28,15 +28,23 @@ SSH = "scripts/ssh/launch_torchrun_auto.sh"
 HAND = "scripts/ssh/launch_multinode.sh"
 
 
+APPTAINER = """import signal, subprocess, sys
+child = subprocess.Popen(sys.argv[sys.argv.index("image.sif") + 1 :])
+signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
+sys.exit(child.wait())
+"""
+
+
 class Node:
     """cluster_train.sh with two ranks that take some seconds to save."""
 
-    def __init__(self, directory, seconds, *before):
+    def __init__(self, directory, seconds, *before, **env):
         self.script = directory / "slow_to_save.py"
         self.script.write_text(SLOW_TO_SAVE)
         words = ["scripts/cluster_train.sh", "configs/default_config.yaml"]
         more = {"PYTHON": sys.executable, "NPROC_PER_NODE": "2", "LOG_DIR": str(directory)}
         more |= {"SAVE_SECONDS": str(seconds), "TRAIN_SCRIPT": str(self.script)}
+        more |= env
         self.output = directory / "output"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
@@ -69,8 +77,8 @@ def node(tmp_path):
     """Starts a Node and waits until its ranks handle signals."""
     with ExitStack() as at_end:
 
-        def start(*arguments) -> Node:
-            node = Node(tmp_path, *arguments)
+        def start(*arguments, **env) -> Node:
+            node = Node(tmp_path, *arguments, **env)
             at_end.callback(node.end)
             node.wait_for("ready\n", 2)
             return node
@@ -92,6 +100,19 @@ def test_all_ranks_save_when_slurm_signals_all_processes_of_a_node(tmp_path, nod
         node.signal_all(number)
         time.sleep(0.2)
     node.process.wait(timeout=90)
+    assert saved(tmp_path) == ["saved0", "saved1"]
+
+
+def test_ranks_in_a_container_save_when_they_are_stopped(tmp_path, node):
+    """A program that starts torchrun as its child stands for Apptainer."""
+    (tmp_path / "apptainer.py").write_text(APPTAINER)
+    command = f'exec {sys.executable} {tmp_path}/apptainer.py "$@"'
+    write_program(tmp_path / "bin/apptainer", command)
+    write_program(tmp_path / "bin/python3", f'exec {sys.executable} "$@"')
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    node = node(1, APPTAINER_IMAGE="image.sif", PATH=path)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.process.wait(timeout=60) == 0
     assert saved(tmp_path) == ["saved0", "saved1"]
 
 
@@ -259,6 +280,7 @@ def test_settings_of_other_programs_in_generic_variables_do_not_end_the_launch(
     command = ["scripts/cluster_train.sh", CONFIG, "1", "0", "localhost", "29400"]
     result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
     assert f"\n{used}: -m torch.distributed.run --nnodes 1" in result.stdout, result.stderr
+    assert "WARNING: LAUNCHER=accelerate launch is another program's, and is" in result.stderr
 
 
 def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
@@ -479,6 +501,19 @@ def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause
         group.rmdir()
     assert result.returncode == 1 and "the neighbour ended with -9\n" in result.stdout
     assert "out of memory" not in result.stdout
+
+
+def test_the_last_line_after_an_error_is_the_error(tmp_path):
+    """torchrun would print about 40 lines after it."""
+    script = tmp_path / "my_train.py"
+    script.write_text("raise SystemExit(2) from ValueError('no --data-dir')\n")
+    env = {"TRAIN_SCRIPT": str(script), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+    result = run_cluster_train(env | {"GUARD": "0", "TMPDIR": str(tmp_path)})
+    last = f"cluster_train.sh: error: rank 0 on {os.uname().nodename}: no --data-dir"
+    assert result.returncode == 1 and result.stdout.splitlines()[-1] == last
+    script.write_text("pass\n")
+    assert "error" not in run_cluster_train(env).stdout
+    assert not list(tmp_path.glob("tmp*"))
 
 
 def run_cluster_train(env) -> subprocess.CompletedProcess:

@@ -504,6 +504,21 @@ def test_a_job_that_saves_no_new_step_in_three_starts_is_not_requeued(
         assert gave_up == (start >= 2), text
 
 
+def test_a_training_that_does_not_stop_at_the_time_limit_is_killed_in_time_for_the_requeue(
+    tmp_path, supervise
+):
+    """Although STOP_SECONDS, 300 by default, would end after the job."""
+    requeues = tmp_path / "requeues"
+    write_program(tmp_path / "bin/scontrol", SCONTROL.format(requeues))
+    job = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    end = time.time() + 20
+    command = [sys.executable, "-c", IGNORES_SIGTERM.replace("1000", "40")]
+    code, text = supervise(*command, **job, SLURM_JOB_END_TIME=str(end))
+    (attempt,) = attempts(tmp_path / "logs")
+    assert attempt["cause"] == "killed" and requeues.read_text() == "requeue\n", text
+    assert attempt["end"] < end + 9  # kill_group() takes some seconds if SIGTERM is ignored
+
+
 def test_a_job_that_saves_new_steps_is_requeued_without_a_limit(tmp_path, fake, supervise):
     requeues = tmp_path / "requeues"
     write_program(tmp_path / "bin/scontrol", SCONTROL.format(requeues))
