@@ -44,6 +44,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
@@ -1649,6 +1650,9 @@ def load_checkpoint(path: Path) -> dict:
     """Its content, mapped into memory: a tensor is read when it is used."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with zipfile.ZipFile(path) as archive:
+            (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            archive.read(rest)  # all but the tensors: BadZipFile if it has changed
         content["digests"]  # KeyError if it is not one of ours
         return content
     except (FileNotFoundError, PermissionError) as error:

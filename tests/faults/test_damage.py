@@ -5,6 +5,7 @@
 
 import random
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -65,3 +66,21 @@ def test_a_damaged_file_is_named_and_the_one_before_is_used_or_its_weights_are_i
     expected = second if path == newest else first
     for name, weight in train_distributed.load_checkpoint(path)["model"].items():
         assert torch.equal(weight, expected[name]), f"{name} differs"
+
+
+def test_a_bit_that_flips_outside_the_tensors_is_found_too(tmp_path, good):
+    """Else the step or an option would be another one, or its name missing."""
+    draw = random.Random(1)
+    directory = shutil.copytree(good[0], tmp_path / "run")
+    newest = directory / "checkpoint_epoch_2.pt"
+    intact = newest.read_bytes()
+    with zipfile.ZipFile(newest) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        rest = archive.read(name)
+    begin = intact.index(rest)
+    cfg = train_distributed.parse_config([f"--checkpoint-dir={directory}"])
+    for _ in range(1000 if LONG else 100):
+        content = bytearray(intact)
+        content[begin + draw.randrange(len(rest))] ^= 1 << draw.randrange(8)
+        newest.write_bytes(content)
+        assert train_distributed.find_checkpoint(cfg).name == "checkpoint_epoch_1.pt"
