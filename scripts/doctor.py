@@ -137,6 +137,7 @@ def start_ranks(args) -> int:
             "LOCAL_WORLD_SIZE": str(args.nproc_per_node),
             "MASTER_ADDR": args.master_addr,
             "MASTER_PORT": str(args.master_port),
+            "SLURM_STEP_NUM_TASKS": "1",  # else, the ranks of an srun step would replace these
         }
         processes.append(subprocess.Popen(command, env=env))
     codes = [process.wait() for process in processes]
