@@ -453,6 +453,13 @@ def test_a_command_of_site_sh_that_fails_is_named_and_ends_the_launch_if_it_load
 MEMORY = Path("/sys/fs/cgroup/memory")
 
 
+def removed(group: Path) -> bool:
+    """Remove a cgroup; it is busy until its last process has ended."""
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
 @pytest.mark.skipif(not os.access(MEMORY / "tasks", os.W_OK), reason="needs memory cgroups (v1)")
 def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
     script, failure = tmp_path / "my_train.py", tmp_path / "failure"
@@ -471,7 +478,7 @@ def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
             text=True,
         )
     finally:
-        group.rmdir()
+        wait_until(lambda: removed(group), f"a process is left in {group}")
     assert result.returncode > 0
     assert "error: " in result.stdout and "the job ran out of memory" in result.stdout
     assert json.loads(failure.read_text())["cause"] == "out of memory"
@@ -498,7 +505,7 @@ def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause
         env |= {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
         result = run_cluster_train(env)
     finally:
-        group.rmdir()
+        wait_until(lambda: removed(group), f"a process is left in {group}")
     assert result.returncode == 1 and "the neighbour ended with -9\n" in result.stdout
     assert "out of memory" not in result.stdout
 
