@@ -356,7 +356,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         if stream.evaluates_after(state.step) and not sync.stop_reason:
             test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
             if not sync.stop_reason:
-                enough = metrics.record_evaluation(state, test_sums)
+                test_values = metrics.record_evaluation(state, test_sums)
+                enough = judge_evaluation(task, cfg, world, state, test_values, saver)
             sync.restart(state.step)
         if enough or sync.stop_reason or state.step >= last_step:
             break
@@ -369,8 +370,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
             profiler.step()
         ends = stream.evaluates_after(state.step) or state.step == last_step
         if ends or sync.is_due(state.step) or saver.is_planned(state.step):
-            wishes = [saver.wants_save(state.step), saver.wants_profile()]
-            totals, (save, profile) = sync.all_reduce(state.step, wishes)
+            flags = [saver.wants_save(state.step), saver.wants_profile()]
+            totals, (save, profile) = sync.all_reduce(state.step, flags)
             metrics.record_intervals(state, totals, sync, optimizer)
             if ends or save or sync.stop_reason:
                 check_replicas(world, model)
@@ -433,14 +434,20 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
     scaler.step(optimizer)
     scaler.update()
     if stream.is_recorded(step + 1):
-        sync.gradient_norms[step + 1] = norm if cfg.clip_grad_norm else gradient_norm(optimizer)
+        if not cfg.clip_grad_norm:
+            norm = nn.utils.get_total_norm(gradients_of(optimizer))
+        sync.gradient_norms[step + 1] = norm
     optimizer.zero_grad()
 
 
 def set_learning_rate(task, cfg, stream, optimizer, step):
-    factor = task.lr_factor(cfg, stream.epoch(step))
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * float(factor)
+        group["lr"] = learning_rate(task, cfg, stream, group, step)
+
+
+def learning_rate(task, cfg, stream, group: dict, step: int) -> float:
+    """Of a parameter group in this step."""
+    return group["initial_lr"] * float(task.lr_factor(cfg, stream.epoch(step)))
 
 
 def divide_by_items(world, optimizer, counts: list[torch.Tensor], micro_batches: int):
@@ -448,8 +455,7 @@ def divide_by_items(world, optimizer, counts: list[torch.Tensor], micro_batches:
     items = torch.stack(counts).sum(dtype=torch.float32)
     if world.world_size > 1:
         dist.all_reduce(items)
-    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    torch._foreach_mul_(gradients, micro_batches / items.clamp(min=1))
+    torch._foreach_mul_(gradients_of(optimizer), micro_batches / items.clamp(min=1))
 
 
 def parameters_of(optimizer) -> list[nn.Parameter]:
@@ -457,8 +463,8 @@ def parameters_of(optimizer) -> list[nn.Parameter]:
     return [p for group in groups for p in group["params"] if p.requires_grad]
 
 
-def gradient_norm(optimizer) -> torch.Tensor:
-    return nn.utils.get_total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+def gradients_of(optimizer) -> list[torch.Tensor]:
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def autocast(cfg, world):
@@ -509,6 +515,32 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
     set_training_mode(model)
     totals, _ = sync.all_reduce(rounds, [])
     return totals[0], ""
+
+
+def judge_evaluation(task, cfg, world, state, values: dict[str, float], saver) -> str:
+    """Keep the newest checkpoint as best.pt if Task.best was never better. Collective.
+
+    values: the metrics of the test set, {} without one. Returns "", or why to end the training.
+    """
+    if not values:
+        return ""
+    if on_rank_0(world, task.after_evaluation, values):
+        return "Task.after_evaluation()"
+    score = values.get(task.best)
+    if score is None and cfg.patience:
+        text = f"--patience needs a metric {task.best}"
+        raise UserError(f"{text} in Task.report(): set Task.best to one that it has")
+    if score is not None:
+        sign = -1 if task.best_is_lowest else 1
+        is_best = state.best is None or sign * score > sign * state.best
+        state.evaluations_since_best += 1
+        if is_best:
+            state.best = score
+            state.evaluations_since_best = 0
+            saver.save_best(state.step)
+    if cfg.patience and state.evaluations_since_best >= cfg.patience:
+        return f"no better {task.best} in {cfg.patience} evaluations"
+    return ""
 
 
 def evaluate_checkpoint(task, cfg, world):
@@ -612,7 +644,8 @@ def open_data(task, cfg, world) -> tuple[Dataset, Dataset | None]:
         if data_set is not None and len(data_set) == 0:
             raise UserError(f"{type(data_set).__name__} has no samples: is --data-dir right?")
     train_set, test_set = data_sets
-    check_same_data(world, [len(train_set), len(test_set or ())], task.spec)
+    samples = [len(data_set) for data_set in data_sets if data_set is not None]
+    check_same_data(world, samples, task.spec)
     return train_set, test_set
 
 
@@ -687,7 +720,7 @@ def seed_generators(seed: int, device: torch.device | None = None):
 class SampleStream:
     """Which samples each step uses. A function of the step alone: there is no state to save.
 
-    The training set is passed over again and again, each time in a new order. Step s uses the
+    The training set is used again and again, each time in a new order. Step s uses the
     samples s * G to (s + 1) * G - 1 of this endless stream, where G is the global batch: all steps
     are equally large, and one may begin in one epoch and end in the next. It has C = G / b
     micro-batches. Rank r of W computes those from C * r // W to C * (r + 1) // W - 1: of 4
@@ -1166,7 +1199,8 @@ class Sync:
 
 def start_hang_timer(cfg):
     """After --hang-timeout, unless it is started again, print all stacks and exit."""
-    faulthandler.dump_traceback_later(cfg.hang_timeout, exit=True, file=STDERR)
+    # 2: sys.stderr may be closed, or replaced by something that is no file.
+    faulthandler.dump_traceback_later(cfg.hang_timeout, exit=True, file=2)
 
 
 def numbers_of(values: list) -> list[float]:
@@ -1227,8 +1261,8 @@ class MetricsWriter:
         left = timedelta(seconds=round(sync.seconds_left))
         line = f"  step {step}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
         log_on_rank_0(self.world, f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
-        factor = self.task.lr_factor(self.cfg, self.stream.epoch(step - 1))
-        values["lr"] = optimizer.param_groups[0]["initial_lr"] * float(factor)
+        group = optimizer.param_groups[0]
+        values["lr"] = learning_rate(self.task, self.cfg, self.stream, group, step - 1)
         values["samples_per_second"] = rate
         values["data_wait"] = sync.data_wait  # share of the time
         values["gradient_norm"] = float(sync.gradient_norms.pop(step))
@@ -1237,11 +1271,10 @@ class MetricsWriter:
             values["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # at its peak
         self.record("train", step, values)
 
-    def record_evaluation(self, state, test_sums: dict[str, float]) -> str:
-        """Record an evaluation ({} without a test set), and at its end the epoch. Collective.
+    def record_evaluation(self, state, test_sums: dict[str, float]) -> dict[str, float]:
+        """Record an evaluation, and at its end the epoch. Returns the metrics of the test set.
 
-        If Task.best was never better, the newest checkpoint becomes best.pt. Returns "", or why to
-        end the training now.
+        Both are {} without a test set.
         """
         test_values = {}
         if test_sums:
@@ -1256,25 +1289,7 @@ class MetricsWriter:
         else:
             log_on_rank_0(self.world, f"  step {state.step}: {describe(values)}")
             self.record("evaluation", state.step, values)
-        if not test_values:
-            return ""
-        if on_rank_0(self.world, self.task.after_evaluation, test_values):
-            return "Task.after_evaluation()"
-        score = test_values.get(self.task.best)
-        if score is None and self.cfg.patience:
-            text = f"--patience needs a metric {self.task.best}"
-            raise UserError(f"{text} in Task.report(): set Task.best to one that it has")
-        if score is not None:
-            sign = -1 if self.task.best_is_lowest else 1
-            is_best = state.best is None or sign * score > sign * state.best
-            state.evaluations_since_best += 1
-            if is_best:
-                state.best = score
-                state.evaluations_since_best = 0
-                self.saver.save_best(state.step)
-        if self.cfg.patience and state.evaluations_since_best >= self.cfg.patience:
-            return f"no better {self.task.best} in {self.cfg.patience} evaluations"
-        return ""
+        return test_values
 
     def record(self, kind: str, step: int, values: dict[str, float]):
         if self.world.rank != 0:
@@ -1311,9 +1326,6 @@ def check_loss(sums: dict[str, float], where: str):
 
 def describe(values: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.5g}" for name, value in values.items())
-
-
-STDERR = 2  # of the process: sys.stderr may be closed, or replaced by something that is no file
 
 
 def log(text: str, stream=None):

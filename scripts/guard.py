@@ -158,17 +158,14 @@ def launch_environment(env) -> dict[str, int]:
     Values come from torchrun, else from the srun step, else from the defaults for one process. In
     a step of several tasks, RANK and WORLD_SIZE may be left over in the shell that sbatch exports.
     """
-    by_torchrun = "TORCHELASTIC_RUN_ID" in env
-    if is_srun_step(env) and env.get("SLURM_STEP_NUM_TASKS", "1") != "1" and not by_torchrun:
-        env.update(ranks_of_step(env))
     given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
-    if len(given) < 2:
-        if is_srun_step(env):
-            env.update(ranks_of_step(env))
-        elif given:
-            fail(f"only {given[0]} is set of RANK and WORLD_SIZE: unset it, or set both")
-        else:
-            env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    has_tasks = env.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "TORCHELASTIC_RUN_ID" not in env
+    if is_srun_step(env) and (has_tasks or len(given) < 2):
+        env.update(ranks_of_step(env))
+    elif len(given) == 1:
+        fail(f"only {given[0]} is set of RANK and WORLD_SIZE: unset it, or set both")
+    elif not given:
+        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     size = whole_number("WORLD_SIZE", env["WORLD_SIZE"], 1, MAX_RANKS)
     rank = whole_number("RANK", env["RANK"], 0, size - 1)
     local_rank = whole_number("LOCAL_RANK", env.get("LOCAL_RANK") or "0", 0, size - 1)

@@ -402,7 +402,7 @@ class Supervisor:
         )
 
     def starts_without_progress(self):
-        """How often in a row, with this time, the scheduler has started this job in vain."""
+        """How often in a row, with this time, this job was started and saved no new step."""
         numbers = set()
         for record in reversed(self.log_records()):
             job, _, number = record["attempt"].rpartition(".")
