@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def temporary_files(tmp_path_factory):
     """
     directory = str(tmp_path_factory.mktemp("tmp"))
     os.environ["TMPDIR"] = directory
+    tempfile.tempdir = directory  # also that of this process, which may have been read before
     yield
     for pid in processes_with("TMPDIR", directory):
         with suppress(ProcessLookupError):

@@ -83,9 +83,9 @@ print_output() {
 # After Ctrl-C, SIGTERM or SIGHUP: each session of pytest ends its test and its clusters.
 interrupted() {
   trap '' INT TERM HUP
-  jobs -p | xargs --no-run-if-empty kill -TERM || true # one may have ended
-  wait
   if [[ -n "$output" ]]; then
+    jobs -p | xargs --no-run-if-empty kill -TERM || true # one may have ended
+    wait
     print_output
   fi
   echo "run.sh: error: interrupted" >&2
@@ -116,16 +116,10 @@ main() {
     shift
   done
   lint
-  # Programs that a test kills leave files behind.
-  TMPDIR="$(mktemp -d /tmp/tests.XXXXXX)"
-  export TMPDIR
-  trap 'rm -rf "$TMPDIR"' EXIT
-  chmod 755 "$TMPDIR" # munge has a user of its own
   if (($# == 0)) && [[ -n "${CLUSTER_TESTS:-}" ]]; then
     run_two_halves
   else
-    "${pytest[@]}" "$@" &
-    wait "$!"
+    exec "${pytest[@]}" "$@"
   fi
 }
 
