@@ -485,6 +485,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
     model.eval()
+    loss_of = LossOf(task, model)
     samples, b = len(test_set), cfg.batch_size
     begins = range(0, samples, b)
     rounds = math.ceil(len(begins) / world.world_size)
@@ -502,7 +503,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
         begin = begins[number % len(begins)]
         seed_generators(derive_seed(cfg.seed, "test", begin), world.device)
         with autocast(cfg, world):
-            loss, values = task.loss(model, batch)
+            loss, values = loss_of(batch)
         values = {"loss": loss, "count": min(b, samples - begin), **values}
         if number >= len(begins):  # a model like FSDP's needs all ranks, but this does not count
             values = {name: torch.zeros_like(torch.as_tensor(v)) for name, v in values.items()}
@@ -527,10 +528,12 @@ def judge_evaluation(task, cfg, world, state, values: dict[str, float], saver) -
     if on_rank_0(world, task.after_evaluation, values):
         return "Task.after_evaluation()"
     score = values.get(task.best)
-    if score is None and cfg.patience:
-        text = f"--patience needs a metric {task.best}"
-        raise UserError(f"{text} in Task.report(): set Task.best to one that it has")
-    if score is not None:
+    if score is None:
+        text = f"best.pt and --patience need Task.best, and Task.report() has no {task.best}"
+        if cfg.patience:
+            raise UserError(text)
+        log_on_rank_0(world, f"  {text}")
+    else:
         sign = -1 if task.best_is_lowest else 1
         is_best = state.best is None or sign * score > sign * state.best
         state.evaluations_since_best += 1
@@ -605,7 +608,12 @@ def set_training_mode(model: nn.Module):
 def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
     """Records the next five steps of this rank, after one of warm-up, in a file for Perfetto."""
     file = run_directory(cfg) / f"trace_step_{step}_rank_{world.rank}.json"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    log_on_rank_0(world, f"Recording five steps in {file}, and so on for each rank")
     profiler = torch.profiler.profile(
+        activities=activities,
         schedule=torch.profiler.schedule(wait=0, warmup=1, active=5, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(file)),
     )
@@ -969,7 +977,10 @@ class LossOf(nn.Module):
         self.model = model
 
     def forward(self, batch) -> tuple[torch.Tensor, dict]:
-        return self.task.loss(self.model, batch)
+        result = self.task.loss(self.model, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise UserError("Task.loss() must return the mean loss and a dict of sums, maybe {}")
+        return result
 
 
 def wrap(task, cfg, world, model) -> nn.Module:
@@ -1950,7 +1961,8 @@ def read_config(file: str, parser) -> list[str]:
         # All values are texts: `amp: off` stays "off", and nothing in the file is executed.
         options = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read --config {file}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read --config {file}: {reason}") from None
     if not isinstance(options, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
     known = {action.dest: action for action in parser._actions}

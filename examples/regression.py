@@ -50,6 +50,9 @@ class RentModel(nn.Module):
 
 
 class Rent(Task):
+    best = "mean_absolute_error"
+    best_is_lowest = True
+
     def add_options(self, parser):
         switch = argparse.BooleanOptionalAction
         parser.add_argument("--write-sample", action=switch, help="to --data-dir, if it is new")

@@ -41,6 +41,8 @@ def draw_shapes(samples: int, seed: int, size: int = 32) -> InMemoryDataset:
 
 
 class Segmentation(Task):
+    best = "mean_iou"
+
     def add_options(self, parser):
         pass  # none of the options of Task
 

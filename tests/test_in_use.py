@@ -131,6 +131,19 @@ def test_patience_needs_a_metric(tmp_path):
     assert "f1" in message and "Task.best" in message
 
 
+def test_a_task_without_the_metric_of_best_is_told_so(tmp_path):
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=1", **small("best = 'f1'"))
+    assert "Task.best" in run.out[0]
+    assert not (run.directory / "best.pt").exists()
+
+
+@pytest.mark.parametrize("result", ["loss", "(loss, 1, 2)"])
+def test_loss_without_sums_is_one_sentence(tmp_path, result):
+    code = "def loss(self, model, batch):\n  loss, sums = super().loss(model, batch)\n  return " + result
+    message = refuse(tmp_path / "run", *QUICK, **small(code))
+    assert "Task.loss() must return" in message
+
+
 def test_what_ran_is_recorded_and_a_change_is_reported(tmp_path):
     run = train(tmp_path / "run", 1, *QUICK, "--epochs=1", **small())
     code = run.newest()["code"]
