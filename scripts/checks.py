@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import guard
-from guard import HOST
+import report
+from report import HOST
 
 GIB = 1 << 30
 
@@ -188,7 +189,7 @@ def gpu_count(count: int, rows: list[dict[str, str]]) -> Finding:
     if rows:
         driver = f", driver {rows[0]['driver_version']}"
         total = str(expected)
-    elif guard.has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDE_ALL:
+    elif report.has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDE_ALL:
         expected = 1  # or more
     if count < expected:
         text = f"PyTorch {torch.__version__} sees {count} of {total} GPUs{driver}"

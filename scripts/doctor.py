@@ -45,8 +45,9 @@ from threading import Thread
 import checks
 import guard
 import preflight
+import report
 from checks import Finding, existing, first_line
-from guard import HOST
+from report import HOST
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MEET_SECONDS = 20  # for all ranks to connect to the store
@@ -68,7 +69,7 @@ def main() -> int:
         preflight.refuse(f"{others[0]} is not an option outside of a launch: see --help")
     findings = checks.check_machine(args.checkpoint_dir)
     findings += checks.attempt(checks.data, args.dataset, args.data_dir)
-    return report(findings, args.json)
+    return print_findings(findings, args.json)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -107,7 +108,7 @@ def read_config(file: Path) -> dict:
     return options
 
 
-def report(findings: list[Finding], as_json: bool) -> int:
+def print_findings(findings: list[Finding], as_json: bool) -> int:
     """Print all findings, the most severe last. Returns the exit code."""
     findings = sorted(findings, key=lambda finding: LEVELS.index(finding.level))
     levels = [finding.level for finding in findings]
@@ -205,10 +206,10 @@ class Rank:
     def report_all(self) -> bool:
         """Rank 0: report the findings of all ranks. Returns whether there is a failure."""
         self.findings += checks.attempt(checks.data, self.args.dataset, self.args.data_dir)
-        if report(merge(self.findings), self.args.json) != 2:
+        if print_findings(merge(self.findings), self.args.json) != 2:
             return False
         worst = next(finding for finding in self.findings if finding.level == "FAIL")
-        guard.write_failure("configuration", f"{worst.check}: {worst.observed}", 0)
+        report.write_failure("configuration", f"{worst.check}: {worst.observed}", 0)
         return True
 
     def report_alone(self) -> None:
@@ -244,7 +245,7 @@ class Rank:
 
     def get(self, key: str, seconds: float):
         """A value from the store; None if it is not set in time."""
-        text = guard.wait_for(self.store, key, time.monotonic() + seconds)
+        text = report.wait_for(self.store, key, time.monotonic() + seconds)
         return None if text is None else json.loads(text)
 
     def gather(self, kind: str, ranks, seconds: float) -> dict:
@@ -314,7 +315,7 @@ class Rank:
             text = f"rank {self.rank} on {HOST} was too late: rank 0 had stopped waiting"
             self.add("FAIL", "ranks", text, "see the log of rank 0")
             return
-        self.hosts = guard.ranks_by_host(infos)
+        self.hosts = report.ranks_by_host(infos)
         self.leaders = {ranks[0]: host for host, ranks in self.hosts.items()}
         if self.rank in self.leaders:
             self.compare_nodes()
@@ -339,7 +340,7 @@ class Rank:
             if info is None:
                 self.add_missing(rank)
         if None not in infos:
-            hosts = ", ".join(guard.ranks_by_host(infos))
+            hosts = ", ".join(report.ranks_by_host(infos))
             self.add("OK", "ranks", f"all {self.size} are here, on {hosts}")
         alike = []  # what should be equal, in the form that find_differences() compares
         for info in infos:
@@ -723,7 +724,7 @@ def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
             errors.setdefault(outcome["error"], []).append(rank)
     if errors:
         texts = [
-            f"rank{'s' if len(ranks) > 1 else ''} {guard.format_ranges(ranks)}: {error}"
+            f"rank{'s' if len(ranks) > 1 else ''} {report.format_ranges(ranks)}: {error}"
             for error, ranks in errors.items()
         ]
         remedy = "search docs/TROUBLESHOOTING.md for this; see also the findings on the network"

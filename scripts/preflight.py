@@ -27,7 +27,8 @@ from pathlib import Path
 
 import checks
 import guard
-from guard import HOST
+import report
+from report import HOST
 
 PROGRAM = Path(sys.argv[0]).name  # preflight.py, or doctor.py, which imports this file
 
@@ -38,7 +39,7 @@ def refuse(text: str, cause: str = "configuration") -> None:
         print(f"{PROGRAM}: WARNING: {HOST}: {text}", file=sys.stderr, flush=True)
         return
     print(f"{PROGRAM}: error: {HOST}: {text}", file=sys.stderr, flush=True)
-    guard.write_failure(cause, text, guard.own_rank())
+    report.write_failure(cause, text, report.own_rank())
     sys.exit(2)
 
 
@@ -62,7 +63,7 @@ def main() -> None:
     if args.node_rank == 0 and guard.is_first_attempt():
         check_storage(request)
     findings = checks.environment() + checks.shared_memory()
-    if guard.has_gpu():
+    if report.has_gpu():
         findings += check_gpus() + checks.attempt(checks.gpu_health)
     for finding in findings:
         if finding.level == "FAIL" and finding.check == "GPU driver":
@@ -118,7 +119,7 @@ def check_backend(request: str, ranks: int, gpu_count: int) -> None:
 
 
 def count_gpus() -> int:
-    if not guard.has_gpu() or not importlib.util.find_spec("torch"):
+    if not report.has_gpu() or not importlib.util.find_spec("torch"):
         return 0
     import torch
 

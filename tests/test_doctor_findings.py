@@ -301,7 +301,7 @@ if rank == 1:
 
 def test_another_program_on_the_master_port_is_named(nodes):
     code = """doctor.MEET_SECONDS = 1
-doctor.Rank.report_alone = lambda self: doctor.report(self.findings, True)
+doctor.Rank.report_alone = lambda self: doctor.print_findings(self.findings, True)
 """
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]

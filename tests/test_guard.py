@@ -27,14 +27,19 @@ from harness import (
     TORCHRUN,
     Result,
     free_port,
-    load,
     run_ranks,
 )
 
+sys.path.append(str(REPO / "scripts"))
+
+import guard  # noqa: E402
+import hang  # noqa: E402
+import report  # noqa: E402
+import slow_ranks  # noqa: E402
+
 GUARD = REPO / "scripts/guard.py"
 HOST = os.uname().nodename
-guard = load(GUARD)
-needs_recorder = pytest.mark.skipif(not guard.records_gloo(), reason="needs PyTorch 2.8")
+needs_recorder = pytest.mark.skipif(not hang.records_gloo(), reason="needs PyTorch 2.8")
 
 # As in PyTorch's tutorial; a test may replace `# HERE` by a fault.
 DDP_SCRIPT = """
@@ -588,8 +593,8 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
 
 
 def test_ranks_in_any_order_are_formatted_as_ranges():
-    assert guard.format_ranges([]) == ""
-    assert guard.format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert report.format_ranges([]) == ""
+    assert report.format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
 def test_guard_0_sets_the_variables_and_runs_the_script_unchecked(tmp_path):
@@ -655,7 +660,7 @@ FAILURES = {
     "invalid master": Launch(ranks=(1,), env={"MASTER_ADDR": "no..host", "RANK_TIMEOUT": 20}),
     "port in use": Launch(ranks=(0, 1), env={"RANK_TIMEOUT": 20, "MASTER_PORT": "taken"}),
 }
-LAUNCHES = {**(HANGS if guard.records_gloo() else {}), **FAILURES}
+LAUNCHES = {**(HANGS if hang.records_gloo() else {}), **FAILURES}
 
 
 @pytest.fixture(scope="module")
@@ -835,19 +840,21 @@ def store():
     return dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
 
 
-def watch_of(rank: int, size: int, store):
+def watch_of(rank: int, size: int, store, infos=None):
     """What a rank has after the rank check, without its threads: all are on this host."""
-    watch = guard.HangWatch.__new__(guard.HangWatch)
+    watch = hang.HangWatch.__new__(hang.HangWatch)
     watch.rank = rank
     watch.size = size
     watch.store = store
-    watch.infos = [{"host": HOST, "pid": 1}] * size
+    watch.infos = infos or [{"host": HOST, "pid": 1}] * size
+    watch.step_ends = []
+    watch.over = threading.Event()
     return watch
 
 
 @pytest.mark.parametrize("state", ["answers", "does not answer", "has ended"])
 def test_rank_zero_collects_the_notes_or_the_next_rank_that_answers(store, monkeypatch, state):
-    monkeypatch.setattr(guard, "POLL", -2)  # wait 1 s for the notes
+    monkeypatch.setattr(hang, "POLL", -2)  # wait 1 s for the notes
     watches = [watch_of(rank, 4, store) for rank in range(4)]
     if state == "has ended":
         store.append("ended", "0 ")
@@ -862,7 +869,7 @@ def test_rank_zero_collects_the_notes_or_the_next_rank_that_answers(store, monke
 
 def verdict(notes, silent=()) -> str:
     size = len(notes) + len(silent)
-    watch = guard.HangWatch.__new__(guard.HangWatch)
+    watch = hang.HangWatch.__new__(hang.HangWatch)
     watch.infos = [{"host": "node01"}] * size
     return watch.verdict(dict(enumerate(notes)), dict(silent))
 
@@ -947,7 +954,7 @@ def test_a_rank_outside_is_at_fault_while_the_others_initialize_nccl():
 
 
 def test_the_limit_follows_the_timeout_of_the_process_group():
-    watch = guard.HangWatch.__new__(guard.HangWatch)
+    watch = hang.HangWatch.__new__(hang.HangWatch)
     watch.fixed_timeout = None
     assert watch.timeout() == 540  # as with NCCL
 
@@ -988,7 +995,7 @@ def test_where_hangs_are_not_detected_rank_zero_says_so(tmp_path, seconds, befor
 def test_a_limit_that_is_no_number_of_seconds_is_refused(value, monkeypatch, capsys):
     monkeypatch.setenv("RANK_TIMEOUT", value)
     with pytest.raises(SystemExit, match="2"):
-        guard.seconds("RANK_TIMEOUT", 300)
+        report.seconds("RANK_TIMEOUT", 300)
     assert f"error: RANK_TIMEOUT is '{value}', not a number of seconds\n" in capsys.readouterr().err
 
 
@@ -999,13 +1006,13 @@ FAKE_BACKEND = """if True:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    import guard
+    import hang
     distributed_c10d._FR_SELF_RECORDING_BACKENDS.discard("fake")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    before = guard.counters()
+    before = hang.counters()
     for _ in range(3):
         dist.all_reduce(torch.ones(7))
-    print(json.dumps([before != guard.counters(), guard.positions(), guard.waits_for()]))
+    print(json.dumps([before != hang.counters(), hang.positions(), hang.waits_for()]))
 """
 
 
@@ -1058,13 +1065,13 @@ class Recorders:
 
 def test_the_recorder_of_nccl_in_pytorch_2_15_is_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Recorders(9, 12))
-    assert guard.waits_for() == "nccl2:all_reduce [[55]]"
-    position = guard.positions()["nccl2 0"]
+    assert hang.waits_for() == "nccl2:all_reduce [[55]]"
+    position = hang.positions()["nccl2 0"]
     assert (position["enqueued"], position["completed"], position["started"]) == (12, 9, -1)
     assert position["names"]["10"] == "nccl2:all_reduce [[55]]"
-    before = guard.counters()
+    before = hang.counters()
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Recorders(12, 12))
-    assert guard.waits_for() == "" and guard.counters() != before
+    assert hang.waits_for() == "" and hang.counters() != before
 
 
 # -------------------------------------------------------------------------------------- slow ranks
@@ -1126,16 +1133,16 @@ def steps_of(*seconds_of_ranks, count=40, jitter=0.0) -> list:
     ],
 )
 def test_a_rank_is_slow_if_it_delays_the_others_in_each_quarter(seconds, late):
-    assert guard.find_slow_ranks(steps_of(*seconds), 0.05) == late
-    assert guard.find_slow_ranks(steps_of(*seconds, jitter=0.005), 0.05) == late
+    assert slow_ranks.find_slow_ranks(steps_of(*seconds), 0.05) == late
+    assert slow_ranks.find_slow_ranks(steps_of(*seconds, jitter=0.005), 0.05) == late
 
 
 def test_a_rank_that_is_late_in_every_second_step_is_slow():
     """As with two loader workers that deliver their batches at the same time."""
-    for count in (*range(guard.MIN_STEPS, guard.MIN_STEPS + 4), guard.MAX_STEPS):
+    for count in (*range(slow_ranks.MIN_STEPS, slow_ranks.MIN_STEPS + 4), slow_ranks.MAX_STEPS):
         for pattern in ([0, 0.4], [0.4, 0]):
             steps = steps_of(0, pattern, 0, jitter=0.005, count=count)
-            assert guard.find_slow_ranks(steps, 0.05) == {1}, count
+            assert slow_ranks.find_slow_ranks(steps, 0.05) == {1}, count
 
 
 @pytest.mark.parametrize(("step_seconds", "count"), [(0.5, 180), (40, 5)])
@@ -1143,19 +1150,19 @@ def test_no_step_is_left_out_between_two_comparisons(step_seconds, count):
     """A note has the steps of one and a half intervals of 60 s, and at least five."""
     now = time.time_ns()
     ends = [now - int(1e9 * step_seconds * n) for n in reversed(range(400))]
-    assert guard.recent_steps(ends, 90) == ends[-count:]
+    assert slow_ranks.recent_steps(ends, 90) == ends[-count:]
 
 
 def test_ranks_with_unsteady_steps_are_not_slow():
     for size in (2, 3, 8, 64):
         steps = steps_of(*[0] * size, count=40, jitter=0.1)
-        assert guard.find_slow_ranks(steps, 0.05) == set()
+        assert slow_ranks.find_slow_ranks(steps, 0.05) == set()
 
 
 def test_a_rank_is_named_when_late_twice_in_a_row_and_again_only_after_it_was_not(capsys):
     store = torch.distributed.HashStore()
     infos = [{"host": "n1", "clock": "a"}] * 3
-    watch = guard.SlowRankWatch(0, 3, store, infos, [], threading.Event())
+    watch = slow_ranks.SlowRankWatch(watch_of(0, 3, store, infos))
     printed = []
     for interval, slow in enumerate([1, 2, 1, 1, 1, None, 1, None, None, 1, 1]):
         notes = []
@@ -1178,9 +1185,7 @@ def test_the_clocks_of_two_hosts_are_compared_over_the_store():
     """Rank 1's clock is 5 s behind."""
     store = torch.distributed.HashStore()
     infos = [{"host": "n1", "clock": "a"}, {"host": "n2", "clock": "b"}]
-    first, second = (
-        guard.SlowRankWatch(rank, 2, store, infos, [], threading.Event()) for rank in (0, 1)
-    )
+    first, second = (slow_ranks.SlowRankWatch(watch_of(rank, 2, store, infos)) for rank in (0, 1))
     deadline = time.monotonic() + 20
     thread = threading.Thread(target=first.answer_pings, args=[deadline])
     thread.start()
@@ -1268,7 +1273,7 @@ OF_ITS_OWN = {
 }
 
 
-def report(name: str, text: str, failure, monkeypatch) -> None:
+def report_one(name: str, text: str, failure, monkeypatch) -> None:
     monkeypatch.setenv("FAILURE_FILE", str(failure))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
@@ -1280,7 +1285,7 @@ def report(name: str, text: str, failure, monkeypatch) -> None:
     ("name", "text"), [(n, t) for n, texts in OF_OTHERS.items() for t in texts]
 )
 def test_a_lost_connection_is_no_failure_of_this_rank(tmp_path, monkeypatch, capsys, name, text):
-    report(name, text, tmp_path / "failure", monkeypatch)
+    report_one(name, text, tmp_path / "failure", monkeypatch)
     assert f"guard.py: rank 3 on {HOST}: another rank exited (" in capsys.readouterr().err
     assert not (tmp_path / "failure").exists()
 
@@ -1290,7 +1295,7 @@ def test_a_lost_connection_is_no_failure_of_this_rank(tmp_path, monkeypatch, cap
 )
 def test_an_error_of_nccl_is_recorded_with_its_last_line(tmp_path, monkeypatch, capsys, name, case):
     cause, text, *parts = case
-    report(name, text.format(*parts), tmp_path / "failure", monkeypatch)
+    report_one(name, text.format(*parts), tmp_path / "failure", monkeypatch)
     assert "another rank" not in capsys.readouterr().err
     written = json.loads((tmp_path / "failure").read_text())
     assert written["cause"] == cause

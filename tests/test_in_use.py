@@ -139,7 +139,10 @@ def test_a_task_without_the_metric_of_best_is_told_so(tmp_path):
 
 @pytest.mark.parametrize("result", ["loss", "(loss, 1, 2)"])
 def test_loss_without_sums_is_one_sentence(tmp_path, result):
-    code = "def loss(self, model, batch):\n  loss, sums = super().loss(model, batch)\n  return " + result
+    code = (
+        "def loss(self, model, batch):\n  loss, sums = super().loss(model, batch)\n  return "
+        + result
+    )
     message = refuse(tmp_path / "run", *QUICK, **small(code))
     assert "Task.loss() must return" in message
 

@@ -18,9 +18,9 @@ from harness import LAUNCH_VARIABLES, REPO, free_port, write_program
 sys.path.append(str(REPO / "scripts"))
 
 import checks  # noqa: E402
+import guard  # noqa: E402
 import preflight  # noqa: E402
-
-guard = preflight.guard  # another test file may have loaded a second copy
+import report  # noqa: E402
 
 PREFLIGHT = REPO / "scripts/preflight.py"
 CONFIG = "configs/default_config.yaml"
@@ -220,7 +220,7 @@ def with_gpu(monkeypatch, tmp_path):
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(guard, "has_gpu", lambda: True)
+        monkeypatch.setattr(report, "has_gpu", lambda: True)
         monkeypatch.setattr(sys, "argv", ["preflight.py", "x.py"])
         preflight.main()
 

@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 import train_distributed as trainer
 
 sys.path.insert(0, str(REPO / "scripts"))
-guard = load(REPO / "scripts/guard.py")
+import guard  # noqa: E402
+import report  # noqa: E402
+
 supervise = load(REPO / "scripts/supervise.py")
 preflight = load(REPO / "scripts/preflight.py")
 plot_metrics = load(REPO / "scripts/plot_metrics.py")
@@ -131,7 +133,7 @@ def test_settings(tmp_path, env):
     cfg = trainer.parse_config([f"--checkpoint-dir={tmp_path}"])
     fuzz.outcome(trainer.StopRequests, cfg, env=env)
     for name in ("HANG_TIMEOUT", "RANK_TIMEOUT"):
-        fuzz.outcome(guard.seconds, name, 1.0, env=env)
+        fuzz.outcome(report.seconds, name, 1.0, env=env)
     fuzz.outcome(preflight.refuse, "something is wrong", env=env)
     kinds = {"SLURM_RESTART_COUNT": int, "MAX_RESTARTS": int, "SLURM_JOB_END_TIME": float}
     for name in SETTINGS:
