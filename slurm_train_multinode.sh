@@ -10,10 +10,10 @@
 #
 # Environment (see also scripts/site.sh and scripts/supervise.py):
 #   REPO_ROOT     path of this repository                              [the submission directory]
-#   MASTER_ADDR   address of the first node, reachable from all nodes  [its name]
-#   MASTER_PORT   a free port on the first node                        [derived from the job and step]
+#   NPROC_PER_NODE  ranks on each node                                 [one per GPU of the job]
+#   BACKEND       nccl or gloo                                         [nccl on GPUs, else gloo]
 #   TRAIN_SCRIPT  any training script that works with torchrun         [train_distributed.py]
-#   DRY_RUN       1: only print the command (outside a job, for one rank)  []
+#   DRY_RUN       1: only print the command                            []
 #
 # Examples:
 #   sbatch slurm_train_multinode.sh
@@ -38,8 +38,8 @@ unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
-MASTER_ADDR="${MASTER_ADDR:-}"
-export MASTER_PORT="${MASTER_PORT:-}"
+NPROC_PER_NODE="${NPROC_PER_NODE:-}"
+BACKEND="${BACKEND:-}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -77,12 +77,8 @@ main() {
     print_help
     exit
   fi
-  if [[ -z "${SLURM_JOB_ID:-}" ]]; then
-    [[ -n "$DRY_RUN" ]] || fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
-    SLURM_NNODES=1 SLURM_JOB_NODELIST=NODE
-  fi
-  local this config=configs/default_config.yaml gpus=1 cores hosts
-  this="$(realpath "$0")" # Slurm's copy of this file
+  [[ -n "${SLURM_JOB_ID:-}$DRY_RUN" ]] ||
+    fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
   cd "${REPO_ROOT:-$PWD}" # Slurm starts a job in the submission directory
   export REPO_ROOT="$PWD"
   [[ -f train_distributed.py ]] ||
@@ -90,6 +86,7 @@ main() {
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
+  local config=configs/default_config.yaml gpus="$NPROC_PER_NODE" cores
   if [[ $# -gt 0 && "$1" != -* ]]; then
     config="$1"
     shift
@@ -97,35 +94,27 @@ main() {
   config="${config//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
   set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
-  if [[ -z "$DRY_RUN" && -z "${ATTEMPT:-}" ]]; then
-    # supervise.py calls this file again, with ATTEMPT set, for each attempt.
-    exec "${PYTHON:-python3}" scripts/supervise.py bash "$this" "$config" "$@"
-  fi
   # One task per GPU, each with its share of the cores, whatever the job requested per task. guard.py binds
   # it to them, or to those near its GPU. A task sees all GPUs of its node and uses that of its local rank:
   # with only one visible, NVLink would be lost.
-  [[ -z "${SLURM_JOB_ID:-}" ]] || gpus="$(gpus_per_node)"
+  [[ -n "$gpus" || -z "${SLURM_JOB_ID:-}" ]] || gpus="$(gpus_per_node)"
   ((gpus > 0)) || gpus=1
   cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | sed -n 1p)" # 64(x2),32
-  [[ -n "${SLURM_OVERCOMMIT:-}" || "$cores" -ge "$gpus" ]] || fail "the job has too few cores on a node" \
+  [[ -n "${SLURM_OVERCOMMIT:-}$DRY_RUN" || "$cores" -ge "$gpus" ]] || fail "the job has too few cores on a node" \
     "($cores) for $gpus ranks: request --ntasks-per-node=$gpus, or --overcommit"
   cores="$((cores > gpus ? cores / gpus : 1))"
   unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
-    SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND
-  local script=(scripts/guard.py "$TRAIN_SCRIPT")
+    SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND \
+    SLURM_NTASKS SLURM_NPROCS
+  [[ -z "$BACKEND" ]] || ! takes --distributed-backend || set -- --distributed-backend "$BACKEND" "$@"
   ! takes --config || set -- --config "$config" "$@"
+  local script=(scripts/guard.py "$TRAIN_SCRIPT")
   [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
-  local command=("${srun[@]}" --nodes="$SLURM_NNODES" --nodelist="$SLURM_JOB_NODELIST"
-    --ntasks="$((SLURM_NNODES * gpus))" --ntasks-per-node="$gpus" --cpus-per-task="$cores"
-    --kill-on-bad-exit=1 --cpu-bind=none "${python[@]}" "${script[@]}" "$@")
+  local command=("${PYTHON:-python3}" scripts/supervise.py
+    "${srun[@]}" --ntasks-per-node="$gpus" --cpus-per-task="$cores" --kill-on-bad-exit=1 --cpu-bind=none
+    "${python[@]}" "${script[@]}" "$@")
   echo "\$$(printf ' %q' "${command[@]}")"
-  [[ -z "$DRY_RUN" ]] || exit 0
-  # Set here, because a container may have no scontrol.
-  read -r -a hosts < <("${PYTHON:-python3}" scripts/guard.py --hosts | tail -n 1) || exit 2
-  export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"
-  # exec: at a preemption, Slurm's SIGTERM would kill this shell at once, while srun waits until the ranks
-  # have saved.
-  exec "${command[@]}"
+  [[ -n "$DRY_RUN" ]] || exec "${command[@]}"
 }
 
 main "$@"

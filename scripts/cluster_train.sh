@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks this node with scripts/preflight.py, then starts its ranks with torchrun and scripts/guard.py,
+# Checks this node with scripts/node_check.py, then starts its ranks with torchrun and scripts/guard.py,
 # one per GPU. The launchers call it once per node. Arguments that are left out come from Slurm or PBS.
 #
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
@@ -148,8 +148,6 @@ main() {
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
-  [[ -n "$DRY_RUN" ]] || "${python[@]}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-    fail "${python[*]} is not Python 3.10 or newer: see scripts/site.sh"
   # Not if the arguments, or Slurm and the launcher, say everything: a container may have no scontrol.
   [[ -n "${arguments[1]:-}" && -n "${arguments[2]:-}" && -n "${arguments[3]:-}" ]] ||
     [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
@@ -181,8 +179,11 @@ main() {
   if [[ -n "$DRY_RUN" ]]; then
     NPROC_PER_NODE="${NPROC_PER_NODE:-gpu}" # torchrun's word for one rank per GPU
   else
-    gpus="$(answer_of "${python[@]}" scripts/preflight.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
-      "$TRAIN_SCRIPT" "${what[@]}")" || exit 2
+    gpus="$(answer_of "${python[@]}" scripts/node_check.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
+      "$TRAIN_SCRIPT" "${what[@]}")" || {
+      (($? != 2)) || exit 2 # it has printed why
+      fail "${python[*]} does not start, or is not Python 3.10 or newer: see scripts/site.sh"
+    }
     NPROC_PER_NODE="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
   fi
   where+=(--nproc-per-node "$NPROC_PER_NODE")

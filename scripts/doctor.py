@@ -42,11 +42,10 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 
-import checks
 import guard
-import preflight
+import node_check
 import report
-from checks import Finding, existing, first_line
+from node_check import Finding, existing, first_line
 from report import HOST
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -66,9 +65,9 @@ def main() -> int:
         world = guard.launch_environment(os.environ)
         Rank(args, world).run()
     if others:
-        preflight.refuse(f"{others[0]} is not an option outside of a launch: see --help")
-    findings = checks.check_machine(args.checkpoint_dir)
-    findings += checks.attempt(checks.data, args.dataset, args.data_dir)
+        node_check.refuse(f"{others[0]} is not an option outside of a launch: see --help")
+    findings = node_check.check_machine(args.checkpoint_dir)
+    findings += node_check.attempt(node_check.data, args.dataset, args.data_dir)
     return print_findings(findings, args.json)
 
 
@@ -104,7 +103,7 @@ def read_config(file: Path) -> dict:
             if config.get(name):
                 options[name] = config[name]
     except Exception as error:
-        preflight.refuse(f"cannot read --config {file}: {' '.join(str(error).split())}")
+        node_check.refuse(f"cannot read --config {file}: {' '.join(str(error).split())}")
     return options
 
 
@@ -192,12 +191,12 @@ class Rank:
     def check_machine(self) -> None:
         """The first rank of each node runs all checks. Ranks other than 0 keep only problems."""
         self.log("importing PyTorch")
-        with suppress(ImportError):  # checks.software() reports it
+        with suppress(ImportError):  # node_check.software() reports it
             import torch  # noqa: F401
         self.log("checking its machine")
-        findings = checks.attempt(checks.cores)
+        findings = node_check.attempt(node_check.cores)
         if self.local_rank == 0:
-            findings = checks.check_machine(self.args.checkpoint_dir)
+            findings = node_check.check_machine(self.args.checkpoint_dir)
         for finding in findings:
             finding.where = HOST
             if finding.level != "OK" or self.rank == 0:
@@ -205,7 +204,7 @@ class Rank:
 
     def report_all(self) -> bool:
         """Rank 0: report the findings of all ranks. Returns whether there is a failure."""
-        self.findings += checks.attempt(checks.data, self.args.dataset, self.args.data_dir)
+        self.findings += node_check.attempt(node_check.data, self.args.dataset, self.args.data_dir)
         if print_findings(merge(self.findings), self.args.json) != 2:
             return False
         worst = next(finding for finding in self.findings if finding.level == "FAIL")
@@ -277,7 +276,7 @@ class Rank:
         info["alike"] = {
             "GPU": torch.cuda.get_device_name(gpu) if gpus else "none",
             "number of visible GPUs": gpus,
-            "number of cores per rank": checks.count_cores(),
+            "number of cores per rank": node_check.count_cores(),
             "number of ranks per node": self.world["LOCAL_WORLD_SIZE"],
         }
         info["findings"] = []
@@ -395,7 +394,7 @@ class Rank:
         """Rank 0: let the first rank of each other node compare, and collect what they find."""
         self.gather("ready", self.leaders, 10)
         file = existing(directory) / f".doctor_{time.time_ns()}"  # NFS caches names
-        with suppress(OSError):  # checks.disks() reports it
+        with suppress(OSError):  # node_check.disks() reports it
             file.touch()
         self.set("sent", [time.time(), str(file)])
         others = self.leaders.keys() - {0}

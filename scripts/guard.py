@@ -8,6 +8,7 @@
 The launchers put guard.py in front of the script, which needs no changes. guard.py
 - sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in an srun step,
   so that a script written for torchrun also runs there;
+- in an srun step, checks each node: see node_check.py (cluster_train.sh does it for torchrun);
 - checks before the script starts that all ranks are present, belong to the same job, and run the
   same script and PyTorch version;
 - on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
@@ -52,14 +53,17 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import node_check
 import slow_ranks
 from hang import HangWatch
 from report import (
     HOST,
+    LOOPBACK,
     end_now,
     fail,
     format_ranges,
     has_gpu,
+    print_answer,
     ranks_by_host,
     seconds,
     wait_for,
@@ -68,7 +72,6 @@ from report import (
     write_failure,
 )
 
-LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
     "connection (was likely )?(closed|reset)|read error|broken pipe|remote process exited|"
     "was aborted",
@@ -80,7 +83,7 @@ LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU req
 RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for a defective GPU
 DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
 MAX_RANKS = 1_000_000
-OWN_MODULES = ("report", "hang", "slow_ranks")
+OWN_MODULES = ("hang", "node_check", "report", "slow_ranks")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
@@ -104,13 +107,6 @@ def main() -> None:
         run_as_rank(arguments)
 
 
-def print_answer(text: str) -> None:
-    """Print the last line on stdout. A wrapper or a sitecustomize.py may have printed others."""
-    sys.stdout.flush()
-    with suppress(BrokenPipeError):  # the launcher has stopped
-        os.write(1, f"{text}\n".encode())
-
-
 def run_as_rank(arguments: list[str]) -> None:
     """Check all ranks, run the script, and report its error."""
     world = launch_environment(os.environ)
@@ -118,7 +114,12 @@ def run_as_rank(arguments: list[str]) -> None:
     keep_freed_memory()
     own_pid = os.getpid()
     watch = None
-    if os.environ.get("GUARD") != "0" and world["WORLD_SIZE"] > 1:
+    is_guarded = os.environ.get("GUARD") != "0"
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # cluster_train.sh has checked the node
+    if is_guarded and is_srun_step(os.environ) and not by_torchrun and world["LOCAL_RANK"] == 0:
+        node_rank = min(world["RANK"], 1)  # 0: the node of rank 0
+        node_check.check_launch(arguments[0], arguments[1:], world["LOCAL_WORLD_SIZE"], node_rank)
+    if is_guarded and world["WORLD_SIZE"] > 1:
         store, infos = check_ranks(world, arguments)
         watch = HangWatch(world["RANK"], store, infos)
         slow_ranks.start(watch)
@@ -285,11 +286,6 @@ def keep_freed_memory() -> None:
         return
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     libc.mallopt(M_MMAP_MAX, 0)
-
-
-def is_first_attempt() -> bool:
-    """Whether scripts/supervise.py has not started this training before."""
-    return os.environ.get("ATTEMPT") in (None, "", "1")
 
 
 # --------------------------------------------------------------------------------- rank check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 HOST = socket.gethostname()
+LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
 
 
@@ -111,3 +113,15 @@ def format_ranges(numbers: list[int]) -> str:
     for first, last in zip(firsts, lasts):
         ranges.append(f"{first}-{last}" if first < last else str(first))
     return ",".join(ranges)
+
+
+def print_answer(text: str) -> None:
+    """Print the last line on stdout. A wrapper or a sitecustomize.py may have printed others."""
+    sys.stdout.flush()
+    with suppress(BrokenPipeError):  # the launcher has stopped
+        os.write(1, f"{text}\n".encode())
+
+
+def is_first_attempt() -> bool:
+    """Whether scripts/supervise.py has not started this training before."""
+    return os.environ.get("ATTEMPT") in (None, "", "1")

@@ -51,8 +51,9 @@ if [[ -n "${CONDA_ENV:-}" ]]; then
     fail "Failed to activate conda environment $CONDA_ENV: try \`conda activate $CONDA_ENV\` on this host"
   PYTHON="${PYTHON:-python}"
 else
-  [[ "${CONDA_DEFAULT_ENV:-}" != base ]] || CONDA_PREFIX=""
-  for environment in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$PWD/.venv"; do
+  conda="${CONDA_PREFIX:-}"
+  [[ "${CONDA_DEFAULT_ENV:-}" != base ]] || conda=""
+  for environment in "${VIRTUAL_ENV:-}" "$conda" "$PWD/.venv"; do
     [[ -n "${PYTHON:-}" || ! -x "$environment/bin/python" ]] || PYTHON="$environment/bin/python"
   done
 fi

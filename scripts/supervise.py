@@ -75,6 +75,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
+from guard import free_port, port_of_job
+
 NO_PROGRESS = 3  # crashes, or starts of the job, in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 NO_CRASH = ("finished", "stopped", "ended")
@@ -538,10 +540,28 @@ class Supervisor:
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
+        if self.nodes:
+            self.choose_master(env)
         if self.nodes != self.job_nodes:
             env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)  # srun uses these nodes only
             env["SLURM_NNODES"] = str(len(self.nodes))
         return env
+
+    def choose_master(self, env):
+        """MASTER_ADDR and MASTER_PORT for all nodes; the port is free, if this is the first one."""
+        master = env.get("MASTER_ADDR") or self.nodes[0]
+        port = env.get("MASTER_PORT") or port_of_job(env)
+        if not env.get("MASTER_PORT") and name_among([HOST], master):
+            port = free_port(port)
+        env["MASTER_ADDR"] = master
+        env["MASTER_PORT"] = str(port)
+
+    def command_on_nodes(self):
+        """COMMAND; srun is told the nodes of this attempt."""
+        if not self.nodes or Path(self.command[0]).name != "srun":
+            return self.command
+        nodes = [f"--nodes={len(self.nodes)}", f"--nodelist={','.join(self.nodes)}"]
+        return [self.command[0], *nodes, *self.command[1:]]
 
     def cause(self, code, status, failure):
         """Why an attempt ended: (one of the causes above, reason)."""
@@ -579,7 +599,7 @@ class Supervisor:
         """Run COMMAND until it ends or is killed. Returns its exit code."""
         try:
             child = subprocess.Popen(
-                self.command, env=env, start_new_session=True, preexec_fn=die_with_parent
+                self.command_on_nodes(), env=env, start_new_session=True, preexec_fn=die_with_parent
             )
         except OSError as error:
             log(f"error: cannot start {self.command[0]}: {error.strerror}")

@@ -7,15 +7,15 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from gpus import gpu, nvidia_smi
 from harness import LAUNCH_VARIABLES, REPO, free_port, run_ranks
 
 sys.path.append(str(REPO / "scripts"))
 
-import checks  # noqa: E402
 import doctor  # noqa: E402
 import guard  # noqa: E402
+import node_check  # noqa: E402
+import report  # noqa: E402
 
 DOCTOR = REPO / "scripts/doctor.py"
 ENV = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.search(name)}
@@ -59,8 +59,8 @@ def diagnose(monkeypatch, capfd):
     ],
 )
 def test_an_old_pytorch(monkeypatch, version, level):
-    monkeypatch.setattr(torch, "__version__", version)
-    (finding,) = checks.software()
+    monkeypatch.setattr(node_check, "torch_build", lambda: {"__version__": version})
+    (finding,) = node_check.software()
     assert (finding.level, finding.check) == (level, "PyTorch")
 
 
@@ -69,39 +69,39 @@ def test_more_threads_than_cores(monkeypatch, threads, warned):
     """As in a PBS job, where OMP_NUM_THREADS is NCPUS."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    monkeypatch.setattr(checks, "count_cores", lambda: 64)
-    text = " ".join(map(str, checks.cores()))
+    monkeypatch.setattr(node_check, "count_cores", lambda: 64)
+    text = " ".join(map(str, node_check.cores()))
     assert ("4 x OMP_NUM_THREADS=64 threads on 64 cores" in text) == warned
 
 
 def test_one_core_for_a_rank_where_there_are_more(monkeypatch):
     """As srun without --cpus-per-task may give."""
-    monkeypatch.setattr(checks.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(checks, "count_cores", lambda: 1)
-    (finding,) = checks.cores()
+    monkeypatch.setattr(node_check.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(node_check, "count_cores", lambda: 1)
+    (finding,) = node_check.cores()
     assert finding.level == "WARN" and "1 of 8 cores" in finding.observed
 
 
 def test_a_host_name_that_other_nodes_cannot_use(monkeypatch):
-    monkeypatch.setattr(checks, "HOST", "localhost")
-    assert [finding.level for finding in checks.host_name()] == ["OK"]  # one node
+    monkeypatch.setattr(node_check, "HOST", "localhost")
+    assert [finding.level for finding in node_check.host_name()] == ["OK"]  # one node
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    (finding,) = checks.host_name()
+    (finding,) = node_check.host_name()
     assert finding.level == "WARN" and "GLOO_SOCKET_IFNAME" in finding.remedy
 
 
 def test_a_tmpdir_too_long_for_sockets(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 80)
     long.mkdir()
-    monkeypatch.setattr(checks.tempfile, "tempdir", str(long))
-    _, second = checks.disks(str(tmp_path))
+    monkeypatch.setattr(node_check.tempfile, "tempdir", str(long))
+    _, second = node_check.disks(str(tmp_path))
     assert second.level == "FAIL" and "TMPDIR" in second.remedy
 
 
 def test_a_full_disk(small_disk):
     small_disk(8 << 20)
-    first, _ = checks.disks(str(small_disk.path / "run"))
+    first, _ = node_check.disks(str(small_disk.path / "run"))
     assert (first.level, first.check) == ("FAIL", "disk")
 
 
@@ -144,29 +144,42 @@ USED = {"memory.used": "17012", "power.limit": "350.00", ECC_ERRORS: "2"}
 
 @pytest.fixture
 def gpu_findings(tmp_path, monkeypatch):
-    """gpu_findings(gpus, ..., seen=number): what checks.gpus() finds; PyTorch sees that many."""
+    """gpu_findings(gpus, ..., cuda=of PyTorch): what node_check.gpus() finds."""
 
-    def gpu_findings(gpus, seen: int = 0, **more) -> list[str]:
+    def gpu_findings(gpus, cuda: str | None = "13.0", **more) -> list[str]:
+        build = {"__version__": "2.14.1", "cuda": cuda}
+        monkeypatch.setattr(node_check, "torch_build", lambda: build)
+        monkeypatch.setattr(report, "has_gpu", lambda: True)
         monkeypatch.setenv("PATH", nvidia_smi(tmp_path, gpus, **more))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-        return [" ".join(str(finding).split()) for finding in checks.gpus()]
+        return [" ".join(str(finding).split()) for finding in node_check.gpus()]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return gpu_findings
 
 
-def test_gpus_that_have_failed_are_in_use_or_are_not_seen_are_named(gpu_findings):
+def test_gpus_that_have_failed_or_are_in_use_are_named(gpu_findings):
     eight = [gpu(index) for index in range(8)]
-    (only,) = gpu_findings(eight, seen=8)
+    (only,) = gpu_findings(eight)
     assert only.startswith("OK GPUs 8 x NVIDIA H200, ")
     eight[3] |= {ECC_ERRORS: "[GPU is lost]", "memory.used": "[GPU is lost]"}  # after Xid 79
     eight[5] |= USED
-    lines = gpu_findings(eight, seen=7, processes={"GPU-5": 4711})
+    lines = gpu_findings(eight, processes={"GPU-5": 4711})
     assert lines[0].startswith("FAIL GPUs GPU 3 has failed ([GPU is lost]): exclude the node, ")
     assert lines[1].startswith("FAIL GPU memory GPU 5 has 2 uncorrected memory errors: ")
     assert "17012 of 143771 MiB of GPU 5 are in use by process 4711" in lines[2]
     assert "the power of GPU 5 is limited to 350.00 of 700.00 W" in lines[3]
-    assert "sees 7 of 8 GPUs, driver 999.1" in lines[4]
+    assert lines[4].startswith("OK GPUs 8 x NVIDIA H200, driver 999.1")
+
+
+def test_a_pytorch_that_cannot_use_the_gpus_is_a_warning(gpu_findings):
+    (only,) = gpu_findings(2, cuda=None)
+    assert "PyTorch 2.14.1 is built for CPUs, and there are 2 x NVIDIA H200" in only
+    old = [gpu(0, driver_version="570.86.10")]
+    (only,) = gpu_findings(old, cuda="13.2")
+    assert "for CUDA 13.2 needs driver 580 (or NVIDIA's cuda-compat), not 570.86.10: " in only
+    assert "TORCH_INDEX=cu126 scripts/quickstart.sh" in only
+    (only,) = gpu_findings(old, cuda="12.6")
+    assert only.startswith("OK GPUs 1 x")
 
 
 def test_an_nvidia_smi_that_fails_or_hangs_is_a_warning(gpu_findings, monkeypatch):
@@ -174,7 +187,7 @@ def test_an_nvidia_smi_that_fails_or_hangs_is_a_warning(gpu_findings, monkeypatc
     assert gpu_findings(4, fails=error) == [
         f"WARN GPUs nvidia-smi: {error}: ask the administrators"
     ]
-    monkeypatch.setattr(checks, "SMI_SECONDS", 1)
+    monkeypatch.setattr(node_check, "SMI_SECONDS", 1)
     (only,) = gpu_findings(8, hangs=True)
     assert only == "WARN GPUs nvidia-smi does not answer within 1 s: ask the administrators"
 
@@ -182,14 +195,13 @@ def test_an_nvidia_smi_that_fails_or_hangs_is_a_warning(gpu_findings, monkeypatc
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
 def test_hidden_gpus_are_not_missed(gpu_findings, monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(guard, "has_gpu", lambda: True)
     assert gpu_findings(8) == ["OK GPUs none: uses the CPU"]
 
 
 @pytest.mark.parametrize("visible", ["0,1", "GPU-0,GPU-1"])
 def test_gpus_of_other_jobs_are_not_checked(gpu_findings, monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    (only,) = gpu_findings([gpu(0), gpu(1), gpu(2, **USED)], seen=2)
+    (only,) = gpu_findings([gpu(0), gpu(1), gpu(2, **USED)])
     assert only.startswith("OK GPUs 2 x NVIDIA H200")
 
 
@@ -230,10 +242,10 @@ BEFORE = f"""
 import sys
 sys.path.append({str(REPO / "scripts")!r})
 sys.argv = argv
-import checks, doctor, guard, os, time, torch
+import doctor, guard, node_check, os, time, torch
 rank = int(os.environ["RANK"])
 doctor.HOST = guard.HOST = f"node0{{rank + 1}}"
-checks.check_machine = lambda run_directory: []
+node_check.check_machine = lambda run_directory: []
 CODE
 doctor.main()
 """
@@ -255,7 +267,7 @@ def nodes(tmp_path):
 
 
 def test_two_healthy_nodes_of_which_a_library_prints_something(nodes):
-    assert nodes("checks.check_machine = lambda directory: os.write(1, b'[Gloo]') and []") == []
+    assert nodes("node_check.check_machine = lambda directory: os.write(1, b'[Gloo]') and []") == []
 
 
 def test_the_faults_of_one_node_are_named(nodes):

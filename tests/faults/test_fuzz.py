@@ -28,7 +28,7 @@ import guard  # noqa: E402
 import report  # noqa: E402
 
 supervise = load(REPO / "scripts/supervise.py")
-preflight = load(REPO / "scripts/preflight.py")
+node_check = load(REPO / "scripts/node_check.py")
 plot_metrics = load(REPO / "scripts/plot_metrics.py")
 compare_runs = load(REPO / "scripts/compare_runs.py")
 
@@ -134,7 +134,7 @@ def test_settings(tmp_path, env):
     fuzz.outcome(trainer.StopRequests, cfg, env=env)
     for name in ("HANG_TIMEOUT", "RANK_TIMEOUT"):
         fuzz.outcome(report.seconds, name, 1.0, env=env)
-    fuzz.outcome(preflight.refuse, "something is wrong", env=env)
+    fuzz.outcome(node_check.refuse, "something is wrong", env=env)
     kinds = {"SLURM_RESTART_COUNT": int, "MAX_RESTARTS": int, "SLURM_JOB_END_TIME": float}
     for name in SETTINGS:
         with fuzz.environment(env), suppress(ValueError):  # main() prints it

@@ -1,13 +1,30 @@
-"""Checks of one machine, for scripts/preflight.py and scripts/doctor.py: each returns Findings."""
+#!/usr/bin/env python3
+"""Check this node, without PyTorch, in a second; refuse a launch that would fail.
+
+    python scripts/node_check.py [--nnodes N --node-rank R --master-addr A --master-port P]
+                                 [--nproc-per-node K] SCRIPT [ARGUMENT ...]
+
+scripts/cluster_train.sh calls it on each node before torchrun, and scripts/guard.py in each srun
+step on each node. A refusal is one sentence, which is also written to FAILURE_FILE; settings that
+slow training down are warnings. Without a master address and port, it does not check the master;
+scripts/doctor.py checks all nodes together.
+Before the first attempt, node rank 0 writes as much as a checkpoint has to --checkpoint-dir, and
+reads it back, for up to 3 s: a quota may be used up although there is free space.
+After a crash, it waits up to a minute until the killed processes have freed their GPU memory.
+It prints the number of GPUs.
+Exit code: 0, or 2 if the launch was refused. With PREFLIGHT=0, it warns instead of refusing.
+"""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.util
 import os
 import platform
 import re
 import resource
+import runpy
 import shutil
 import socket
 import subprocess
@@ -18,9 +35,211 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import guard
 import report
-from report import HOST
+from report import HOST, LOOPBACK
+
+PROGRAM = Path(sys.argv[0]).name  # or doctor.py, guard.py, which import this file
+
+
+def refuse(text: str, cause: str = "configuration") -> None:
+    """Print why the launch would fail, and exit with code 2; only warn if PREFLIGHT=0."""
+    if os.environ.get("PREFLIGHT") == "0" and PROGRAM != "doctor.py":
+        print(f"{PROGRAM}: WARNING: {HOST}: {text}", file=sys.stderr, flush=True)
+        return
+    print(f"{PROGRAM}: error: {HOST}: {text}", file=sys.stderr, flush=True)
+    report.write_failure(cause, text, report.own_rank())
+    sys.exit(2)
+
+
+MEMORY_SECONDS = 60  # to free the GPU memory of a killed attempt
+ADDRESS_REMEDY = "set MASTER_ADDR to an address that all nodes can reach"
+ANYWAY = "(or set PREFLIGHT=0 to launch anyway)"
+
+
+if sys.version_info < (3, 10):  # noqa: UP036
+    refuse(f"{sys.executable} is not Python 3.10 or newer: see scripts/site.sh")
+
+
+# ------------------------------------------------------------------------------- a launch
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    ranks = args.nproc_per_node or count_gpus() or 1
+    check_launch(args.script, args.arguments, ranks, args.node_rank)
+    if args.master_addr and args.master_port:
+        check_master(args)
+    report.print_answer(str(count_gpus()))
+
+
+def check_launch(script: str, arguments: list[str], ranks: int, node_rank: int) -> None:
+    """Refuse a launch that would fail on this node; print what slows it down."""
+    request = read_request(arguments)
+    check_packages(script)
+    check_backend(request, ranks, count_gpus())
+    if node_rank == 0 and report.is_first_attempt():
+        check_storage(request)
+    findings = environment() + shared_memory()
+    if report.has_gpu():
+        findings += check_gpus() + attempt(gpu_health)
+    for finding in findings:
+        if finding.level != "OK":
+            text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
+            print(text, file=sys.stderr, flush=True)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(prog="node_check.py", description=__doc__, **style)
+    add = parser.add_argument
+    add("--nnodes", type=int, default=1)
+    add("--node-rank", type=int, default=0)
+    add("--master-addr", help="the host of node rank 0")
+    add("--master-port", type=int)
+    add("--nproc-per-node", type=int, default=0, help="ranks; 0: one per GPU, or 1 [0]")
+    add("script", metavar="SCRIPT", help="the training script")
+    add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
+    return parser.parse_args(argv)
+
+
+def read_request(arguments: list[str]) -> str:
+    """The configuration files without comments, then the arguments, which take precedence."""
+    texts = []
+    for argument in arguments:
+        path = Path(argument.split("=")[-1])  # FILE or --option=FILE
+        with suppress(OSError):
+            if path.suffix in (".yaml", ".yml", ".json", ".toml") and path.is_file():
+                text = path.read_text(errors="replace")
+                texts.append(re.sub(r"#.*", "", text))
+    return " ".join(texts + arguments)
+
+
+def check_packages(script: str) -> None:
+    missing = missing_packages(script)
+    if missing:
+        remedy = "pip install -r requirements.txt, or see scripts/site.sh"
+        refuse(f"{sys.executable} has no {', '.join(missing)}: {remedy}")
+
+
+def check_backend(request: str, ranks: int, gpu_count: int) -> None:
+    """nccl, the default where there are GPUs, needs a GPU for each rank."""
+    backends = re.findall(r"backend[\"']?[=:\s]+[\"']?(nccl|gloo)\b", request)
+    backend = os.environ.get("BACKEND") or ("nccl" if gpu_count else "gloo")
+    if backends:
+        backend = backends[-1]
+    if backend == "nccl" and gpu_count < ranks:
+        remedy = "request GPUs, or set BACKEND=gloo"
+        refuse(f"{ranks} ranks for nccl, but {gpu_count} visible GPUs: {remedy}")
+
+
+def check_master(args: argparse.Namespace) -> None:
+    """The port must be free on the master, and the other nodes must reach the master."""
+    try:
+        found = socket.getaddrinfo(args.master_addr, args.master_port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        text = f"master {args.master_addr} is unknown here ({error.strerror})"
+        refuse(f"{text}: {ADDRESS_REMEDY}")
+        return
+    if args.node_rank == 0:
+        check_port(args.master_addr, args.master_port, found)
+    else:
+        check_connection(args.master_addr, args.master_port, found)
+
+
+def check_port(master: str, port: int, found: list[tuple]) -> None:
+    """On node rank 0. found: what socket.getaddrinfo() returns for the master"""
+    errors = [error_of(bind, info) for info in found]
+    if any(error and error.errno == errno.EADDRINUSE for error in errors):
+        text = f"port {port} is in use here, on the master"
+        refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
+    elif None not in errors:
+        address = found[0][4][0]
+        text = f"node rank 0 is here, but master {master} ({address}) is not"
+        text += f" ({errors[0].strerror}): set MASTER_ADDR to an address of this host"
+        refuse(f"{text} {ANYWAY}")
+
+
+def check_connection(master: str, port: int, found: list[tuple]) -> None:
+    """On the other nodes. found: what socket.getaddrinfo() returns for the master"""
+    addresses = [info[4][0] for info in found]
+    address = addresses[0]
+    if all(LOOPBACK.match(one) for one in addresses):
+        text = f"master {master} resolves to {address}, which is this node itself"
+        refuse(f"{text}: {ADDRESS_REMEDY} {ANYWAY}")
+        return
+    errors = [error_of(connect, info) for info in found]
+    if None not in errors:
+        why = errors[0].strerror or errors[0]
+        remedy = f"check that {master} is up and that MASTER_ADDR is right {ANYWAY}"
+        refuse(f"cannot connect to master node at {address}:{port}: {why}: {remedy}", "node lost")
+
+
+def check_storage(request: str) -> None:
+    """On node rank 0, where rank 0 writes the checkpoints."""
+    directories = re.findall(r"\b(?:checkpoint|save)[-_]dir[=:\s]+(\S+)", request)
+    if not directories or re.search(r"--evaluate\b", request):
+        return
+    directory = directories[-1].strip("\"'")
+    failure = write_test(directory)
+    if failure:
+        remedy = f"make room, ask for a larger quota, or set another --checkpoint-dir {ANYWAY}"
+        refuse(f"cannot write a checkpoint to {directory} ({failure}): {remedy}", "disk")
+
+
+def check_gpus() -> list[Finding]:
+    """gpus(). After a killed attempt, first wait for its GPU memory to be freed."""
+    patience = 0 if report.is_first_attempt() else MEMORY_SECONDS
+    deadline = time.monotonic() + patience
+    is_logged = False
+    while True:
+        findings = attempt(gpus)
+        held = [finding for finding in findings if is_own_memory(finding)]
+        if not held or time.monotonic() > deadline:
+            return findings
+        if not is_logged:
+            text = f"{PROGRAM}: {HOST}: waiting up to {MEMORY_SECONDS} s: {held[0].observed}"
+            print(text, file=sys.stderr, flush=True)
+            is_logged = True
+        time.sleep(1)
+
+
+def is_own_memory(finding: Finding) -> bool:
+    """Whether GPU memory is in use, and not by processes of another user."""
+    if not finding.data:
+        return False
+    return not any(is_of_others(pid) for pid in finding.data["pids"])
+
+
+def is_of_others(pid: str) -> bool:
+    """Whether this is a process of another user. False if the process has exited."""
+    with suppress(OSError):
+        return os.stat(f"/proc/{pid}").st_uid != os.getuid()
+    return False
+
+
+def error_of(call, info: tuple) -> OSError | None:
+    """The error of bind() or connect() for an address; info: from socket.getaddrinfo()"""
+    family, kind, protocol, _, address = info
+    try:  # socket() itself fails if this kernel has no IPv6
+        with socket.socket(family, kind, protocol) as probe:
+            call(probe, address)
+    except OSError as error:
+        return error
+    return None
+
+
+def bind(probe: socket.socket, address) -> None:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(address)
+
+
+def connect(probe: socket.socket, address) -> None:
+    probe.settimeout(10)
+    with suppress(ConnectionRefusedError):  # the host answers; its store has not started yet
+        probe.connect(address)
+
+
+# ---------------------------------------------------------------------- the checks of a node
 
 GIB = 1 << 30
 
@@ -87,10 +306,9 @@ def software():
         yield Finding(level, "packages", f"{sys.executable} has no {', '.join(missing)}", remedy)
     if "torch" in missing:
         return
-    import torch
-
-    text = f"{torch.__version__}, Python {platform.python_version()}"
-    numbers = re.findall(r"\d+", torch.__version__)
+    build = torch_build()
+    text = f"{build['__version__']}, Python {platform.python_version()}"
+    numbers = re.findall(r"\d+", build["__version__"])
     version = (int(numbers[0]), int(numbers[1]))
     if version < (2, 6):
         yield Finding("FAIL", "PyTorch", f"{text}: 2.6 or newer is needed", remedy)
@@ -121,10 +339,7 @@ HIDE_ALL = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 
 
 def gpus() -> list[Finding]:
-    """The GPUs that PyTorch sees. Calls nvidia-smi: CUDA would allocate memory on each GPU."""
-    import torch
-
-    count = torch.cuda.device_count()
+    """The GPUs that this process may use."""
     try:
         rows = nvidia_smi("gpu", GPU_FIELDS)
         processes = nvidia_smi("compute-apps", ["gpu_uuid", "pid"])
@@ -134,11 +349,37 @@ def gpus() -> list[Finding]:
     findings = []
     for row in rows:
         findings += gpu_problems(row, processes)
+    count = count_gpus()
+    if count == 0:
+        return [*findings, Finding("OK", "GPUs", "none: uses the CPU")]
+    names = sorted({row["name"] for row in rows})
+    text = f"{count} x {' and '.join(names) or 'GPU'}"
     if rows:
-        too_old = old_driver(rows[0]["driver_version"], count)
-        if too_old:
-            return [*findings, too_old]
-    return [*findings, gpu_count(count, rows)]
+        text += f", driver {rows[0]['driver_version']}"
+    unsuitable = unsuitable_build(text, rows)
+    return [*findings, unsuitable or Finding("OK", "GPUs", text)]
+
+
+def count_gpus() -> int:
+    """The number of GPUs that this process may use, without PyTorch."""
+    if not report.has_gpu():
+        return 0
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in os.environ:
+            return len([device for device in os.environ[name].split(",") if device not in HIDE_ALL])
+    with suppress(RuntimeError):
+        rows = nvidia_smi("gpu", ["uuid"])
+        if rows:
+            return len(rows)
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # AMD's; 0: a CPU
+    amd = [node for node in nodes if node.read_text().strip() not in ("", "0")]
+    return len(amd) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def torch_build() -> dict:
+    """torch.version: __version__, cuda and hip; PyTorch itself takes seconds to import."""
+    package = importlib.util.find_spec("torch").origin
+    return runpy.run_path(str(Path(package).with_name("version.py")))
 
 
 def is_visible(gpu: dict[str, str]) -> bool:
@@ -179,44 +420,26 @@ def gpu_problems(gpu: dict[str, str], processes: list[dict[str, str]]):
         yield Finding("WARN", "GPU power", text, remedy)
 
 
-def gpu_count(count: int, rows: list[dict[str, str]]) -> Finding:
-    """Whether PyTorch sees all visible GPUs. rows: of nvidia-smi, which may be missing"""
-    import torch
-
-    expected = len(rows)
-    driver = ""
-    total = "the"
-    if rows:
-        driver = f", driver {rows[0]['driver_version']}"
-        total = str(expected)
-    elif report.has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDE_ALL:
-        expected = 1  # or more
-    if count < expected:
-        text = f"PyTorch {torch.__version__} sees {count} of {total} GPUs{driver}"
-        remedy = "ask the scheduler for GPUs, or install a PyTorch build for this driver"
-        return Finding("WARN", "GPUs", text, remedy)
-    if count == 0:
-        return Finding("OK", "GPUs", "none: uses the CPU")
-    names = sorted({row["name"] for row in rows})
-    name = " and ".join(names) or "GPU"
-    return Finding("OK", "GPUs", f"{count} x {name}, CUDA {torch.version.cuda or 'none'}{driver}")
-
-
 OLDEST_DRIVER = {"12": 525, "13": 580}  # for each CUDA version, from NVIDIA's compatibility table
 
 
-def old_driver(driver: str, count: int) -> Finding | None:
-    """A finding if the driver is too old for this PyTorch, which still counts GPUs with NVML."""
-    import torch
-
-    cuda = torch.version.cuda or "none"
-    needed = OLDEST_DRIVER.get(cuda.split(".")[0], 0)
-    if int(driver.split(".")[0]) >= needed or torch.cuda.is_available():
+def unsuitable_build(found: str, rows: list[dict[str, str]]) -> Finding | None:
+    """A finding if this PyTorch cannot use the GPUs: it has no CUDA, or the driver is too old."""
+    build = torch_build()
+    cuda = build["cuda"]
+    text = f"PyTorch {build['__version__']}"
+    remedy = "TORCH_INDEX=cu126 scripts/quickstart.sh (from driver 525 on), or train on the CPU: "
+    remedy += "export CUDA_VISIBLE_DEVICES="
+    if not cuda and not build.get("hip") and not build.get("xpu"):
+        return Finding("WARN", "GPUs", f"{text} is built for CPUs, and there are {found}", remedy)
+    if not rows or not cuda:
         return None
-    text = f"PyTorch {torch.__version__} for CUDA {cuda} needs driver {needed}, not {driver}"
-    remedy = "update the driver, or TORCH_INDEX=cu126 scripts/quickstart.sh (from driver 525 on), "
-    remedy += "or train on the CPU: export CUDA_VISIBLE_DEVICES="
-    return Finding("FAIL" if count else "WARN", "GPU driver", text, remedy)
+    driver = rows[0]["driver_version"]
+    needed = OLDEST_DRIVER.get(cuda.split(".")[0], 0)
+    if int(driver.split(".")[0]) >= needed:
+        return None
+    text += f" for CUDA {cuda} needs driver {needed} (or NVIDIA's cuda-compat), not {driver}"
+    return Finding("WARN", "GPU driver", text, f"update the driver, or {remedy}")
 
 
 def gpu_health():
@@ -401,7 +624,7 @@ def host_name():
         return
     text = f"{HOST} is {', '.join(addresses)}"
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
-    if several and all(guard.LOOPBACK.match(address) for address in addresses):
+    if several and all(LOOPBACK.match(address) for address in addresses):
         text += ": gloo listens there, where no other node can connect"
         remedy = "give it its own address in /etc/hosts; until then, set GLOO_SOCKET_IFNAME=eth0"
         yield Finding("WARN", "host name", text, remedy)
@@ -466,3 +689,7 @@ def data(dataset: str, data_dir: str):
     else:
         remedy = "the training downloads it; without a network, copy it there"
         yield Finding("WARN", "data", text, remedy)
+
+
+if __name__ == "__main__":
+    main()
