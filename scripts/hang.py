@@ -20,6 +20,11 @@ from report import HOST, has_gpu, ranks_by_host, seconds, wait_for, write_failur
 
 ENDED = "has ended"
 POLL = 5  # seconds between checks for a hang that another rank has found
+EARLY_SECONDS = 60  # without a step, at least, before the warning
+COMPILING_CODE = re.compile(  # is on the stack only while it compiles
+    r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|async_compile|codecache))\.py$"
+    r"|/triton/compiler/"
+)
 NCCL_TIMEOUT = 600  # seconds that PyTorch gives a collective of NCCL; gloo: 1,800
 READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS")  # by PyTorch
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
@@ -33,10 +38,11 @@ WAITING_CODE = re.compile(  # of PyTorch: where the main thread waits for other 
 class HangWatch:
     """Prints this rank's stacks and exits once any rank has waited in a collective for too long.
 
-    Progress is a step of any optimizer in the process, or a collective that starts or ends
-    according to PyTorch's Flight Recorder. The waiting rank notifies the others through the store.
-    Each rank writes its position to the store, where rank 0 collects them. At fault are the ranks
-    that do not answer, and those that have not enqueued the first incomplete collective; the others
+    Much earlier, it warns once. Progress is a step of any optimizer in the process, a collective
+    that starts or ends according to PyTorch's Flight Recorder, or a compilation on any rank. The
+    waiting rank notifies the others through the store. Each rank writes its position to the store,
+    where rank 0 collects them. At fault are the ranks that do not answer, and those that have not
+    enqueued the first incomplete collective; the others
     may be far ahead of it.
     """
 
@@ -59,6 +65,9 @@ class HangWatch:
         self.settings = {name: os.environ.get(name) for name in READ_AT_IMPORT}
         self.steps = 0
         self.step_ends = deque(maxlen=2000)  # nanoseconds since 1970
+        self.quiet = 0.0  # seconds since the last progress
+        self.compilations = 0  # how often a rank was seen compiling, the same on all ranks
+        self.has_warned = False
         self.found = threading.Event()  # a hang, on another rank
         self.over = threading.Event()  # the script has ended
         self.is_reporting = threading.Event()
@@ -85,10 +94,11 @@ class HangWatch:
                 register_optimizer_step_post_hook(self.on_step)
                 is_hooked = True
             previous = progress
-            progress = (self.steps, counters())
+            progress = (self.steps, self.compilations, counters())
             if progress != previous:
                 since = time.monotonic()
-            is_late = time.monotonic() - since > self.timeout()
+            self.quiet = time.monotonic() - since
+            is_late = self.quiet > 2 and self.quiet > self.timeout()
             if self.found.is_set() or (is_late and waits_for()):
                 self.exit_all()
 
@@ -105,7 +115,8 @@ class HangWatch:
     def timeout(self) -> float:
         """Seconds without progress that are a hang: earlier than PyTorch's own limit."""
         if self.fixed_timeout is None:
-            return 0.9 * timeout_of_process_group()
+            limits = [entry["timeout_ms"] / 1000 for entry in pending() if entry.get("timeout_ms")]
+            return 0.9 * min(limits, default=timeout_of_process_group())
         return self.fixed_timeout or math.inf
 
     def on_step(self, *_) -> None:
@@ -114,53 +125,76 @@ class HangWatch:
             self.step_ends.append(time.time_ns())
 
     def poll(self) -> None:
-        """Check regularly whether another rank has found a hang."""
+        """Check regularly whether another rank has found a hang, compiles, or wants to warn."""
         with suppress(Exception):  # the store has ended; another call would only print warnings
             while not self.over.wait(POLL):
                 if self.store.check(["hang"]):
                     self.found.set()
+                self.compilations = self.store.add("compilations", int(is_compiling()))
+                if not self.has_warned and (self.is_early() or self.store.check(["warning"])):
+                    self.has_warned = True
+                    self.warn()
+
+    def is_early(self) -> bool:
+        """Whether this rank waits for much longer than a step usually takes."""
+        ends = list(self.step_ends)
+        if len(ends) < 2:
+            return False
+        usual = (ends[-1] - ends[0]) / 1e9 / (len(ends) - 1)
+        return self.quiet > max(EARLY_SECONDS, 10 * usual) and bool(waits_for())
+
+    def warn(self) -> None:
+        """Print what the error would say; the run goes on."""
+        limit = self.timeout()
+        notes, silent = self.exchange_notes("warning", self.own_note())
+        if notes:
+            text = f"no step for {self.quiet:.0f} s: {where_ranks_are(notes, silent, self.infos)}"
+            if math.isfinite(limit):
+                text += f"; the run ends at {limit:.0f} s (HANG_TIMEOUT)"
+            print(f"guard.py: WARNING: {text}", file=sys.stderr, flush=True)
+
+    def own_note(self) -> dict:
+        """Where this rank is."""
+        waits = waits_for()
+        limit = self.timeout()
+        return {"steps": self.steps, "limit": limit, "waits": waits, "groups": positions()}
 
     def exit_all(self) -> None:
         """Print the stacks, exchange positions, report the hang and exit."""
         self.is_reporting.set()
         print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        own_note = {
-            "steps": self.steps,
-            "limit": self.timeout(),
-            "waits": waits_for(),
-            "groups": positions(),
-        }
+        own_note = self.own_note()
         no_store = {0: "does not answer"}  # rank 0, or its torchrun, is the store's server
         without_store = threading.Timer(30, self.report, [{self.rank: own_note}, no_store])
         without_store.start()
         try:
-            notes, silent = self.exchange_notes(own_note)
+            notes, silent = self.exchange_notes("hang", own_note)
         except Exception:
             notes = {self.rank: own_note}
             silent = no_store
         without_store.cancel()
         self.report(notes, silent)
 
-    def exchange_notes(self, own_note: dict) -> tuple[dict[int, dict], dict[int, str]]:
+    def exchange_notes(self, kind: str, own_note: dict) -> tuple[dict[int, dict], dict[int, str]]:
         """(notes of the ranks that answer, why the others have none).
 
         Rank 0 collects the notes and reports the hang; elsewhere, there are none. If rank 0 does
-        not answer, rank 1 does so, and so on.
+        not answer, rank 1 does so, and so on. kind: hang or warning.
         """
-        self.store.set(f"note {self.rank}", json.dumps(own_note))
-        self.store.set("hang", "1")
+        self.store.set(f"{kind} note {self.rank}", json.dumps(own_note))
+        self.store.set(kind, "1")
         deadline = time.monotonic() + POLL + 3
         if self.rank > 0:
             # Rank 0 may have found the hang up to POLL seconds later.
-            result = wait_for(self.store, "silent", deadline + POLL + 3 + self.rank)
+            result = wait_for(self.store, f"{kind} silent", deadline + POLL + 3 + self.rank)
             if result is not None:
                 return {}, {int(rank): state for rank, state in json.loads(result).items()}
-        notes, silent = self.collect_notes(deadline)
-        self.store.set("silent", json.dumps(silent))
+        notes, silent = self.collect_notes(kind, deadline)
+        self.store.set(f"{kind} silent", json.dumps(silent))
         return notes, silent
 
-    def collect_notes(self, deadline: float) -> tuple[dict[int, dict], dict[int, str]]:
+    def collect_notes(self, kind: str, deadline: float) -> tuple[dict[int, dict], dict[int, str]]:
         ended = self.ended()
         notes = {}
         silent = {}
@@ -168,7 +202,7 @@ class HangWatch:
             if rank in ended:
                 silent[rank] = ENDED
                 continue
-            text = wait_for(self.store, f"note {rank}", deadline)
+            text = wait_for(self.store, f"{kind} note {rank}", deadline)
             if text:
                 notes[rank] = json.loads(text)
             else:
@@ -180,7 +214,9 @@ class HangWatch:
     def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:
         """Print the error, if this rank has notes; kill the silent ranks of this host, and exit."""
         if notes:
-            text = self.verdict(notes, silent)
+            limits = [note["limit"] for note in notes.values() if note["waits"]]
+            limit = f"no progress for {min(limits, default=0):.0f} s (HANG_TIMEOUT)"
+            text = f"hang: {where_ranks_are(notes, silent, self.infos)}; {limit}"
             write_failure("hang", text, self.rank, silent_hosts=self.silent_hosts)
             print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
         time.sleep(1)  # let that rank print before the launcher kills it
@@ -190,24 +226,6 @@ class HangWatch:
                 with suppress(OSError):
                     os.kill(info["pid"], signal.SIGKILL)  # it cannot exit on its own
         os._exit(1)
-
-    def verdict(self, notes: dict[int, dict], silent: dict[int, str]) -> str:
-        """The error message. notes: what the ranks that answer wrote; silent: the other ranks."""
-        usual, states = find_fault(notes)
-        at_fault = dict(silent)
-        for rank, state in states.items():
-            at_fault[rank] = f"is {state}, {notes[rank]['steps']} steps done"
-        hosts = [info["host"] for info in self.infos]
-        limits = [note["limit"] for note in notes.values() if note["waits"]]
-        limit = f"no progress for {min(limits, default=0):.0f} s (HANG_TIMEOUT)"
-        if at_fault:
-            names = [f"rank {rank} on {hosts[rank]} {at_fault[rank]}" for rank in sorted(at_fault)]
-            return f"hang: {'; '.join(names)}; the others are {usual}; {limit}"
-        idle = ranks_not_started(notes)
-        if idle:
-            gpus = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in idle)
-            usual += f", not started by the GPU of {gpus}"
-        return f"hang: all ranks are {usual}; {limit}: check the network and the GPUs"
 
     def end(self, error: BaseException | None) -> None:
         """Call this when the script has ended."""
@@ -255,9 +273,17 @@ def is_sibling(pid: int) -> bool:
 
 
 def enable_flight_recorder() -> None:
-    """Set what PyTorch reads when it creates the first process group; before 2.11, it is off."""
+    """Set what PyTorch reads when it creates the first process group; before 2.11, it is off.
+
+    With timing, NCCL's entries say which GPU has not started a collective, and how long each took.
+    For `torchfrtrace`, NCCL's watchdog writes a file for each rank to LOG_DIR.
+    """
     name = "TORCH_FR_BUFFER_SIZE" if records_gloo() else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     os.environ.setdefault(name, "2000")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+    run = os.environ.get("ATTEMPT_ID") or os.getppid()  # the same for the ranks of a node
+    traces = f"{os.environ.get('LOG_DIR') or 'logs'}/nccl_trace_{run}_rank_"
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", traces)
 
 
 def records_gloo() -> bool:
@@ -284,6 +310,26 @@ def timeout_of_process_group() -> float:
                 return timeout.total_seconds()
         frame = frame.f_back
     return NCCL_TIMEOUT
+
+
+def where_ranks_are(notes: dict[int, dict], silent: dict[int, str], infos: list[dict]) -> str:
+    """Which ranks are at fault, and where the others wait.
+
+    notes: what the ranks that answer wrote; silent: the other ranks; infos: see check_ranks().
+    """
+    usual, states = find_fault(notes)
+    at_fault = dict(silent)
+    for rank, state in states.items():
+        at_fault[rank] = f"is {state}, {notes[rank]['steps']} steps done"
+    hosts = [info["host"] for info in infos]
+    if at_fault:
+        names = [f"rank {rank} on {hosts[rank]} {at_fault[rank]}" for rank in sorted(at_fault)]
+        return f"{'; '.join(names)}; the others are {usual}"
+    idle = ranks_not_started(notes)
+    if idle:
+        gpus = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in idle)
+        usual += f", not started by the GPU of {gpus}"
+    return f"all ranks are {usual}: check the network and the GPUs"
 
 
 def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
@@ -449,11 +495,25 @@ def names_of_groups() -> list[str]:
 
 def waits_for() -> str:
     """What this rank waits for: a collective, or another function of torch.distributed; or ""."""
-    for _, trace in flight_recorder(entries=True):
-        for entry in trace.get("entries", []):
-            if not is_done(entry):
-                return name_of_entry(entry)
+    for entry in pending():
+        return name_of_entry(entry)
     return function_of_torch_distributed()
+
+
+def pending() -> list[dict]:
+    """The Flight Recorder's entries of the collectives that are not complete."""
+    traces = [trace for _, trace in flight_recorder(entries=True)]
+    return [entry for trace in traces for entry in trace.get("entries", []) if not is_done(entry)]
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile or Triton compiles in the main thread: that may take many minutes."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame:
+        if COMPILING_CODE.search(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def function_of_torch_distributed() -> str:

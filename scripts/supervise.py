@@ -75,8 +75,6 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
-from guard import free_port, port_of_job
-
 NO_PROGRESS = 3  # crashes, or starts of the job, in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 NO_CRASH = ("finished", "stopped", "ended")
@@ -549,6 +547,8 @@ class Supervisor:
 
     def choose_master(self, env):
         """MASTER_ADDR and MASTER_PORT for all nodes; the port is free, if this is the first one."""
+        from guard import free_port, port_of_job  # an older Python cannot read that file
+
         master = env.get("MASTER_ADDR") or self.nodes[0]
         port = env.get("MASTER_PORT") or port_of_job(env)
         if not env.get("MASTER_PORT") and name_among([HOST], master):

@@ -30,6 +30,7 @@ from PIL import Image
 from torch.distributed import TCPStore
 
 REPO = Path(__file__).resolve().parent.parent
+sys.path.append(str(REPO / "scripts"))  # its files import one another
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 PLAIN = [sys.executable, str(REPO / "train_distributed.py")]
 LONG = os.environ.get("FAULTS") == "long"  # tests/run.sh --long

@@ -13,6 +13,7 @@ import threading
 import time
 import zipapp
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -860,7 +861,9 @@ def test_rank_zero_collects_the_notes_or_the_next_rank_that_answers(store, monke
         store.append("ended", "0 ")
     first = 0 if state == "answers" else 1
     with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda watch: watch.exchange_notes(note(2, 1)), watches[first:]))
+        results = list(
+            pool.map(lambda watch: watch.exchange_notes("hang", note(2, 1)), watches[first:])
+        )
     silent = {0: state} if first else {}
     assert (list(results[0][0]), results[0][1]) == (list(range(first, 4)), silent)
     assert results[1:] == [({}, silent)] * len(results[1:])
@@ -869,9 +872,8 @@ def test_rank_zero_collects_the_notes_or_the_next_rank_that_answers(store, monke
 
 def verdict(notes, silent=()) -> str:
     size = len(notes) + len(silent)
-    watch = hang.HangWatch.__new__(hang.HangWatch)
-    watch.infos = [{"host": "node01"}] * size
-    return watch.verdict(dict(enumerate(notes)), dict(silent))
+    infos = [{"host": "node01"}] * size
+    return hang.where_ranks_are(dict(enumerate(notes)), dict(silent), infos)
 
 
 def test_only_the_rank_behind_the_first_incomplete_collective_is_at_fault():
@@ -879,7 +881,7 @@ def test_only_the_rank_behind_the_first_incomplete_collective_is_at_fault():
     ahead = [1040, 1043, 1043, 1000, 1041, 1043, 1042, 1043]
     text = verdict([note(number, 1000) for number in ahead])
     assert text.startswith(
-        "hang: rank 3 on node01 is at collective 1000 (nccl2:all_reduce [[55]]), 7 steps done; "
+        "rank 3 on node01 is at collective 1000 (nccl2:all_reduce [[55]]), 7 steps done; "
         "the others are at collective 1001 (nccl2:all_reduce [[55]])"
     )
 
@@ -893,24 +895,22 @@ def test_a_rank_that_has_completed_more_than_the_others_does_not_move_the_verdic
 
 def test_the_network_or_a_gpu_is_at_fault_if_all_ranks_have_enqueued_the_collective():
     text = verdict([note(20, 10), note(14, 10), note(11, 10)])
-    expected = "hang: all ranks are at collective 11 (nccl2:all_reduce [[55]]); "
-    assert text == f"{expected}no progress for 540 s (HANG_TIMEOUT): check the network and the GPUs"
+    expected = "all ranks are at collective 11 (nccl2:all_reduce [[55]])"
+    assert text == f"{expected}: check the network and the GPUs"
     notes = [note(20, 10, started=11), note(14, 10, started=10), note(11, 10, started=11)]
     text = verdict(notes)
-    assert (
-        ", not started by the GPU of rank 1 on node01; no progress for 540 s (HANG_TIMEOUT)" in text
-    )
+    assert ", not started by the GPU of rank 1 on node01: check" in text
 
 
 def test_a_rank_in_another_collective_is_at_fault_but_other_sizes_in_a_gather_are_not():
     other = note(11, 10, name="nccl2:broadcast [[7]]")
     text = verdict([note(20, 10), note(11, 10), other])
     assert text.startswith(
-        "hang: rank 2 on node01 is at collective 11 (nccl2:broadcast [[7]]), 7 steps done; "
+        "rank 2 on node01 is at collective 11 (nccl2:broadcast [[7]]), 7 steps done; "
         "the others are at collective 11 (nccl2:all_reduce [[55]])"
     )
     uneven = [note(11, 10, name=f"nccl2:all_to_all [[{size}]]") for size in (5, 6, 7)]
-    assert verdict(uneven).startswith("hang: all ranks are at collective 11 (nccl2:all_to_all")
+    assert verdict(uneven).startswith("all ranks are at collective 11 (nccl2:all_to_all")
 
 
 def test_a_rank_that_waits_in_another_process_group_is_not_at_fault():
@@ -938,7 +938,7 @@ def test_a_hang_in_a_group_of_some_ranks_names_the_gpu_that_has_not_started():
         notes[rank]["waits"] = "all_reduce"
     text = verdict(notes)
     assert "all ranks are at collective 5 " in text
-    assert ", not started by the GPU of rank 1 on node01; no progress" in text
+    assert ", not started by the GPU of rank 1 on node01: check" in text
 
 
 def test_a_rank_outside_is_at_fault_while_the_others_initialize_nccl():
@@ -946,11 +946,52 @@ def test_a_rank_outside_is_at_fault_while_the_others_initialize_nccl():
     outside = {"steps": 0, "limit": 540, "waits": "", "groups": {}}
     text = verdict([inside, outside, inside])
     assert text.startswith(
-        "hang: rank 1 on node01 is not in a function of torch.distributed, 0 steps done; "
+        "rank 1 on node01 is not in a function of torch.distributed, 0 steps done; "
         "the others are in init_process_group"
     )
     text = verdict([inside, inside])
-    assert text.startswith("hang: all ranks are in init_process_group; no progress for 540 s ")
+    assert text.startswith("all ranks are in init_process_group: check the network")
+
+
+@needs_recorder
+def test_a_pause_of_ten_steps_is_a_warning_and_the_run_goes_on(tmp_path):
+    fault = "time.sleep(9 if step == 18 and rank == 1 else 0.1)"
+    script = tmp_path / "my_train.py"
+    script.write_text(DDP_SCRIPT.replace("# HERE", fault))
+    soon = "import hang; hang.EARLY_SECONDS = 2; hang.POLL = 0.5"
+    result = run(2, script, env={"HANG_TIMEOUT": "1000"}, before=soon)
+    assert result.codes == [0, 0], result.err
+    (line,) = re.findall("WARNING: no step for .*", "".join(result.err))
+    assert f"rank 1 on {HOST} is at collective " in line and "; the run ends at 1000 s" in line
+
+
+class Pending:
+    """A Flight Recorder with one collective that is not complete."""
+
+    def __init__(self, timeout_ms: int):
+        entry = {"retired": False, "state": "scheduled", "timeout_ms": timeout_ms}
+        self.trace = json.dumps({"entries": [entry]})
+
+    def _dump_fr_trace_json(self, *_):
+        return self.trace
+
+
+def test_the_limit_is_that_of_the_group_in_which_the_rank_waits(monkeypatch):
+    watch = hang.HangWatch.__new__(hang.HangWatch)
+    watch.fixed_timeout = None
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Pending(7_200_000))
+    assert watch.timeout() == 6480
+    watch.fixed_timeout = 30.0  # HANG_TIMEOUT
+    assert watch.timeout() == 30
+
+
+def test_compiling_is_seen_on_the_stack():
+    seen = []
+    compiled = torch.compile(lambda x: x + 1, backend=lambda *_: seen.append(hang.is_compiling()))
+    with suppress(Exception):  # a backend must return a function
+        compiled(torch.ones(2))
+    assert seen == [True]
+    assert not hang.is_compiling()
 
 
 def test_the_limit_follows_the_timeout_of_the_process_group():
