@@ -69,7 +69,7 @@ gpus_per_node() {
 
 # takes OPTION: whether the training script has it. Those that import train_distributed have its options.
 takes() {
-  grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
+  [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
 }
 
 main() {
@@ -94,6 +94,11 @@ main() {
   config="${config//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
   set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
+  is_verbatim=""
+  if [[ "${1:-}" == -- ]]; then # the script gets what follows, and nothing else
+    is_verbatim=1
+    shift
+  fi
   # One task per GPU, each with its share of the cores, whatever the job requested per task. guard.py binds
   # it to them, or to those near its GPU. A task sees all GPUs of its node and uses that of its local rank:
   # with only one visible, NVLink would be lost.
@@ -109,6 +114,7 @@ main() {
   [[ -z "$BACKEND" ]] || ! takes --distributed-backend || set -- --distributed-backend "$BACKEND" "$@"
   ! takes --config || set -- --config "$config" "$@"
   local script=(scripts/guard.py "$TRAIN_SCRIPT")
+  [[ "$TRAIN_SCRIPT" != "-m "* ]] || script=(scripts/guard.py -m "${TRAIN_SCRIPT#-m }")
   [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
   local command=("${PYTHON:-python3}" scripts/supervise.py
     "${srun[@]}" --ntasks-per-node="$gpus" --cpus-per-task="$cores" --kill-on-bad-exit=1 --cpu-bind=none

@@ -5,18 +5,19 @@
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #
 # All arguments from the first one with a dash on are options of the training script. It gets --config, and
-# --distributed-backend if BACKEND is set, only if it has these options. The output is also
-# written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
+# --distributed-backend if BACKEND is set, only if it has these options. After --, it gets what follows, and
+# nothing else. SIGQUIT makes all ranks print their stacks and go on. The output is also written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
 #   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
 #   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose; unknown words are ignored  [WARNING]
 #   LAUNCHER        torch.distributed.launch, deprecated; other words are ignored  [torch.distributed.run]
-#   TRAIN_SCRIPT    any training script that works with torchrun  [train_distributed.py]
+#   TRAIN_SCRIPT    any training script that works with torchrun, or "-m package.module"  [train_distributed.py]
 #   MASTER_ADDR     the host of node rank 0                       [first host of the job, or localhost]
 #   MASTER_PORT     a free port on that host                      [derived from the job id]
 #   LOG_DIR         directory for log files                       [logs]
+#   SHARE_GPU       1: several ranks on one GPU, to debug; slow   []
 #   DRY_RUN         1: only print the command                     []
 #
 # Examples:
@@ -72,7 +73,7 @@ node_rank_among() {
 
 # takes OPTION: whether the training script has it. Those that import train_distributed have its options.
 takes() {
-  grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
+  [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
 }
 
 # run_ranks COMMAND...: runs torchrun until it exits. Stop signals are forwarded to its ranks, which
@@ -90,8 +91,10 @@ run_ranks() {
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
   trap stop HUP TERM USR1 USR2
   trap 'echo "stopping: all ranks save and exit; press Ctrl-C again to kill them"; stop' INT
-  # Slurm may send these two signals to torchrun as well: it would die and leave its ranks running.
-  (trap '' USR1 USR2 && exec "${alone[@]}" "$@") &
+  trap 'pkill -QUIT -P "$child" || true' QUIT
+  # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
+  export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP}" # not SIGQUIT
+  (trap '' USR1 USR2 QUIT && exec "${alone[@]}" "$@") &
   child=$!
   [[ -z "$stop_received" ]] || stop
   while kill -0 "$child" 2>/dev/null; do
@@ -126,6 +129,12 @@ oom_kills() {
     awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' || true
 }
 
+# killed_rank LOG: prints which rank a signal has ended first, from torchrun's report.
+killed_rank() {
+  sed -n '/^Root Cause/,$p' "$1" |
+    awk '/^ *rank +:/ { rank = $3 } /Signal [0-9]+ \(SIG/ { gsub("[()]", "", $5); print "rank " rank " was ended by " $5; exit }'
+}
+
 main() {
   if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
     print_help
@@ -143,7 +152,13 @@ main() {
     arguments+=("$1")
     shift
   done
-  [[ ${#arguments[@]} -le 5 ]] || fail "too many arguments before the options: ${arguments[*]:5}"
+  [[ ${#arguments[@]} -le 5 ]] ||
+    fail "too many arguments before the options: ${arguments[*]:5} (the script's own arguments go after --)"
+  is_verbatim=""
+  if [[ "${1:-}" == -- ]]; then
+    is_verbatim=1
+    shift
+  fi
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   # shellcheck source=scripts/site.sh
@@ -167,7 +182,9 @@ main() {
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
     fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
-  [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"
+  local script=("$TRAIN_SCRIPT")
+  [[ "$TRAIN_SCRIPT" != "-m "* ]] || script=(-m "${TRAIN_SCRIPT#-m }")
+  [[ -f "$TRAIN_SCRIPT" || "${script[0]}" == -m ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"
   NPROC_PER_NODE="${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
   [[ "$NPROC_PER_NODE" =~ ^([1-9][0-9]*)?$ ]] || fail "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number"
   ((${#NPROC_PER_NODE} <= 4 && NPROC_PER_NODE <= 1024)) ||
@@ -188,7 +205,7 @@ main() {
   fi
   where+=(--nproc-per-node "$NPROC_PER_NODE")
 
-  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" scripts/guard.py "$TRAIN_SCRIPT" "${what[@]}")
+  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" scripts/guard.py "${script[@]}" "${what[@]}")
   if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
     command=("${command[@]:0:3}" --use-env "${command[@]:3}")
   fi
@@ -215,7 +232,7 @@ main() {
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # tee ignores signals: it must run until the ranks have written their last lines.
-  exec &> >(trap '' HUP INT TERM USR1 USR2 && exec tee -ap "$logs/$log")
+  exec &> >(trap '' HUP INT QUIT TERM USR1 USR2 && exec tee -ap "$logs/$log")
   local tee=$! status=0 kills own_reports=""
   if [[ -z "${FAILURE_FILE:-}" ]]; then # not under supervise.py
     own_reports="$(mktemp -d)"
@@ -225,8 +242,13 @@ main() {
   run_ranks "${command[@]}" || status=$?
   trap '' HUP INT TERM USR1 USR2
   # The report of a rank, if there is one, is more precise.
-  if [[ ! -s "${FAILURE_FILE:-}" ]] && ((status > 0 && $(oom_kills) > kills)); then
-    report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
+  if [[ "$status" != 0 && ! -s "${FAILURE_FILE:-}" ]]; then
+    sleep 0.2 # until tee has written torchrun's report
+    if (($(oom_kills) > kills)); then
+      report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
+    elif [[ -n "$(killed_rank "$logs/$log")" ]]; then
+      report_failure killed "$(killed_rank "$logs/$log")"
+    fi
   fi
   if [[ -n "$own_reports" ]]; then # torchrun prints 40 lines after a rank's error: repeat it, as supervise.py does
     "${PYTHON:-python3}" -c 'import json, sys; print("cluster_train.sh: error: rank {rank} on {host}: {reason}".format(

@@ -16,9 +16,12 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without an optimizer step,
   all ranks print their stacks and exit, and the error names the ranks at fault;
 - names a slow rank: one that is late in each step, so that the others wait for it;
+- warns when a node's memory is nearly used up, and says which process grew most;
+- prints all stacks of a rank that gets SIGQUIT, which goes on;
 - records why the first rank failed, for scripts/supervise.py and torchrun.
 
 Environment:
+    SHARE_GPU     1: several ranks on one GPU, to debug: slow                []
     RANK_TIMEOUT  seconds to wait for all ranks to start                     [300]
     HANG_TIMEOUT  seconds without progress; 0: hangs are not detected. By default,
                   9/10 of the timeout of the default process group: 540 s with NCCL,
@@ -35,7 +38,9 @@ Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -53,6 +58,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import memory
 import node_check
 import slow_ranks
 from hang import HangWatch
@@ -83,7 +89,7 @@ LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU req
 RECOVERY_ACTIONS = ("Reset", "Reboot", "Drain and Reset")  # of nvidia-smi, for a defective GPU
 DRIVER_SECONDS = 5  # for an answer about a GPU that may be defective
 MAX_RANKS = 1_000_000
-OWN_MODULES = ("hang", "node_check", "report", "slow_ranks")
+OWN_MODULES = ("hang", "memory", "node_check", "report", "slow_ranks")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
@@ -110,7 +116,9 @@ def main() -> None:
 def run_as_rank(arguments: list[str]) -> None:
     """Check all ranks, run the script, and report its error."""
     world = launch_environment(os.environ)
+    faulthandler.register(signal.SIGQUIT, chain=False)  # prints all stacks; the run goes on
     configure_process(world)
+    share_gpu(world)
     keep_freed_memory()
     own_pid = os.getpid()
     watch = None
@@ -123,6 +131,8 @@ def run_as_rank(arguments: list[str]) -> None:
         store, infos = check_ranks(world, arguments)
         watch = HangWatch(world["RANK"], store, infos)
         slow_ranks.start(watch)
+        if world["LOCAL_RANK"] == 0:
+            watch.start_thread(functools.partial(memory.watch, watch.over))
     signals = log_signals()
     error = None
     try:
@@ -273,6 +283,15 @@ def configure_process(world: dict[str, int]) -> None:
     if share and not has_gpu():
         os.sched_setaffinity(0, share)  # shared cores slow down CPU ranks
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(share))))
+
+
+def share_gpu(world: dict[str, int]) -> None:
+    """SHARE_GPU=1: NCCL takes each rank for a host of its own, and allows several on one GPU."""
+    if os.environ.get("SHARE_GPU") == "1" and world["WORLD_SIZE"] > 1:
+        os.environ.setdefault("NCCL_HOSTID", f"{HOST}-{world['LOCAL_RANK']}")
+        if world["RANK"] == 0:
+            text = "SHARE_GPU=1: ranks share GPUs and exchange over sockets: speed means nothing"
+            print(f"guard.py: WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def keep_freed_memory() -> None:
@@ -603,8 +622,8 @@ def report_error(
         first, second = sorted(map(int, shared.groups()))
         fail(
             f"ranks {first} and {second} on {HOST} use the same GPU (Duplicate GPU detected): "
-            "start one rank per GPU (NPROC_PER_NODE), or request more GPUs; the script must call "
-            "torch.cuda.set_device(LOCAL_RANK)"
+            "start one rank per GPU (NPROC_PER_NODE), or request more GPUs, or set SHARE_GPU=1 to "
+            "debug; the script must call torch.cuda.set_device(LOCAL_RANK)"
         )
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
@@ -722,6 +741,8 @@ def cause_and_reason(error: BaseException) -> tuple[str, str]:
     if not isinstance(error, SystemExit):
         reason = f"{type(error).__name__}: {message_of(error)}"
         if re.search("OutOfMemory|out of memory|MemoryError|t allocate memory", reason):
+            if os.environ.get("SHARE_GPU") == "1":
+                reason += " (SHARE_GPU=1: the ranks share its memory: use a smaller --batch-size)"
             return "out of memory", reason
         return "exception", reason
     default = "configuration" if error.code == 2 else "exception"

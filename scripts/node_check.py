@@ -127,8 +127,8 @@ def check_backend(request: str, ranks: int, gpu_count: int) -> None:
     backend = os.environ.get("BACKEND") or ("nccl" if gpu_count else "gloo")
     if backends:
         backend = backends[-1]
-    if backend == "nccl" and gpu_count < ranks:
-        remedy = "request GPUs, or set BACKEND=gloo"
+    if backend == "nccl" and gpu_count < ranks and os.environ.get("SHARE_GPU") != "1":
+        remedy = "request GPUs, or set BACKEND=gloo, or SHARE_GPU=1 to debug several ranks on a GPU"
         refuse(f"{ranks} ranks for nccl, but {gpu_count} visible GPUs: {remedy}")
 
 

@@ -73,6 +73,10 @@ srun=(srun --export=ALL)
 # srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data")    # Pyxis and Enroot:
 # python=(python3)    # that of the container, where .venv may not work
 
+# ---- caches of compiled kernels, on this node's own disk: a home directory may be small or shared
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_$(id -un)}" # torch.compile's is there already
+# export TORCHINDUCTOR_CACHE_DIR="/scratch/$USER/torch_cache"    # kept between jobs, if TMPDIR is not
+
 # ---- network. NCCL detects NVLink and InfiniBand; set a variable only if a test shows that you must.
 # export NCCL_SOCKET_IFNAME="=ib0"   # interface for bootstrap; "=" exact name, "^" exclude
 # export GLOO_SOCKET_IFNAME="eth0"   # the same for gloo; exact names only

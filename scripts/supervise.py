@@ -28,8 +28,8 @@ start_step, global_step, saved_step, world_size. A script that writes no STATUS_
 too; an attempt that ran for ten minutes then counts as progress.
 
 The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
-start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, events (those of
-EVENTS_FILE, such as a slow rank).
+start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, code (the commit),
+events (those of EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, exception.
 ON_EVENT, a shell command, is run after each attempt. It finds the line of the attempt log on its
@@ -474,7 +474,7 @@ class Supervisor:
 
         env = self.environment()
         began = time.time()
-        attempt = {"attempt": env["ATTEMPT_ID"], "start": began}
+        attempt = {"attempt": env["ATTEMPT_ID"], "start": began, "code": code_version()}
         self.begun = attempt
         self.is_recorded = False  # whether the attempt log has it, with the cause "running"
         code = self.run(env)
@@ -648,6 +648,11 @@ class Supervisor:
             return
         self.run_dir = status.get("run_dir") or self.run_dir
         self.is_recorded = True
+        of_this_job = [r for r in self.log_records() if r["attempt"].startswith(f"{self.job}.")]
+        changed = files_changed_since(of_this_job[0]["start"]) if of_this_job else []
+        if changed:
+            names = ", ".join(changed[:5])
+            log(f"WARNING: changed since the first attempt, which trained other code: {names}")
         self.record({**self.begun, "cause": "running"})
 
     def stop_if_requested(self):
@@ -957,6 +962,30 @@ def reap(process):
 # --------------------------------------------------------------- the job, of Slurm, PBS or neither
 
 
+def git(*words):
+    """What git prints in the current directory; "" if there is none."""
+    try:
+        result = subprocess.run(["git", *words], capture_output=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.decode(errors="replace").strip()
+
+
+def code_version():
+    """The commit of the current directory, and whether files differ from it; "" without git."""
+    return git("describe", "--always", "--dirty=, modified", "--exclude=*")
+
+
+def files_changed_since(then):
+    """The tracked files of the current directory that were written after this time."""
+    changed = []
+    for name in git("ls-files").splitlines():
+        with suppress(OSError):
+            if os.stat(name).st_mtime > then:
+                changed.append(name)
+    return changed
+
+
 def claim_job():
     """(name of the job, a socket that claims this name on this host until this process ends).
 
@@ -1090,8 +1119,9 @@ def requeue_job():
     job = slurm_id()
     if not job:
         return False
-    state = slurm_job().get("JobState")
-    if state not in (None, "RUNNING"):
+    facts = slurm_job()
+    state = facts.get("JobState")
+    if state not in (None, "RUNNING") and facts.get("Reason") != "TimeLimit":
         log(f"job {job} is {state}: Slurm will end or restart it")
         return True
     log(f"requeueing job {job}")

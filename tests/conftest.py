@@ -1,3 +1,4 @@
+import faulthandler
 import os
 import signal
 import subprocess
@@ -62,6 +63,13 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(
             f"{line}. To run everything: tests/run.sh --cluster --long", red=True
         )
+
+
+@pytest.fixture(autouse=True)
+def no_hang_timer():
+    """A test that calls functions of the trainer may leave its timer, which ends the process."""
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,6 +35,7 @@ sys.path.append(str(REPO / "scripts"))
 
 import guard  # noqa: E402
 import hang  # noqa: E402
+import memory  # noqa: E402
 import report  # noqa: E402
 import slow_ranks  # noqa: E402
 
@@ -219,6 +220,15 @@ def test_a_script_given_by_a_relative_path_runs_as_without_it(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "src/my_script.py").write_text(f"{PRINT_SELF}\n1 / 0")
     assert_runs_as_without_it(tmp_path, "src/my_script.py", "--an-option")
+
+
+def test_modules_named_like_those_of_guard_are_the_script_s_own(tmp_path):
+    names = [path.stem for path in (REPO / "scripts").glob("*.py")]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("VALUE = 7")
+    lines = [f"import {name}; print({name}.VALUE)" for name in names]
+    (tmp_path / "my_script.py").write_text("\n".join(lines))
+    assert_runs_as_without_it(tmp_path, "my_script.py")
 
 
 @pytest.mark.parametrize("ending", ["raise ValueError('no')", "exit(4)"])
@@ -963,6 +973,39 @@ def test_a_pause_of_ten_steps_is_a_warning_and_the_run_goes_on(tmp_path):
     assert result.codes == [0, 0], result.err
     (line,) = re.findall("WARNING: no step for .*", "".join(result.err))
     assert f"rank 1 on {HOST} is at collective " in line and "; the run ends at 1000 s" in line
+
+
+def test_memory_that_is_nearly_used_up_is_a_warning_with_the_process_that_grew(monkeypatch, capsys):
+    gib = 1 << 30
+    looks = iter([{1: 3 * gib, 2: gib}, {1: 3 * gib, 2: 2 * gib}])
+    monkeypatch.setattr(memory, "SECONDS", 0)
+    monkeypatch.setattr(memory, "sizes_of_ranks", lambda: next(looks))
+    used = iter([50 * gib, 91 * gib])
+    monkeypatch.setattr(memory, "usage", lambda: (next(used), 100 * gib))
+    monkeypatch.setattr(memory, "name_of", lambda process: f"rank {process}")
+    memory.watch(threading.Event())
+    text = capsys.readouterr().err
+    assert (
+        f"91.0 of 100.0 GiB of memory are in use on {HOST}; rank 2 grew most, from 1.0 to" in text
+    )
+
+
+def test_the_memory_of_a_node_and_of_its_ranks():
+    used, limit = memory.usage()
+    assert 0 < used < limit
+    own_size = memory.sizes_of_ranks()[os.getpid()]
+    assert 10_000_000 < own_size < used
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl(monkeypatch, value):
+    monkeypatch.setenv("SHARE_GPU", value)
+    ids = set()
+    for rank in (0, 1):
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        guard.share_gpu({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2})
+        ids.add(os.environ.get("NCCL_HOSTID"))
+    assert ids == ({f"{HOST}-0", f"{HOST}-1"} if value == "1" else {None})
 
 
 class Pending:

@@ -116,6 +116,16 @@ def test_ranks_in_a_container_save_when_they_are_stopped(tmp_path, node):
     assert saved(tmp_path) == ["saved0", "saved1"]
 
 
+def test_sigquit_prints_the_stacks_of_all_ranks_and_they_go_on(tmp_path, node):
+    """As `scancel --signal=QUIT` sends it, to all processes."""
+    node = node(1, GUARD="1")
+    node.signal_all(signal.SIGQUIT)
+    node.wait_for("most recent call first", 2)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.process.wait(timeout=60) == 0
+    assert saved(tmp_path) == ["saved0", "saved1"]
+
+
 def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):
     node = node(999, "scripts/supervise.py")
     node.process.send_signal(signal.SIGINT)
@@ -329,6 +339,27 @@ def test_a_script_elsewhere_may_import_the_trainer(tmp_path):
 ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
 
 
+@pytest.mark.parametrize("launcher", ["scripts/cluster_train.sh", "slurm_train_multinode.sh"])
+def test_after_two_dashes_a_script_or_a_module_gets_its_own_arguments(tmp_path, launcher):
+    script = tmp_path / "my_train.py"
+    script.write_text(ARGPARSE + "parser.add_argument('--config')\n")
+    for name, words in {
+        str(script): [str(script)],
+        "-m package.train": ["-m", "package.train"],
+    }.items():
+        env = {"TRAIN_SCRIPT": name, "DRY_RUN": "1", "PYTHON": sys.executable, "BACKEND": "gloo"}
+        command = ["bash", launcher, "--", "fit", "lr=0.5"]
+        result = subprocess.run(
+            command, cwd=REPO, env=os.environ | env, capture_output=True, text=True
+        )
+        assert shlex.split(result.stdout)[-3 - len(words) :] == [
+            "scripts/guard.py",
+            *words,
+            "fit",
+            "lr=0.5",
+        ]
+
+
 @pytest.mark.parametrize(
     ("text", "config"),
     [
@@ -525,6 +556,21 @@ def test_the_last_line_after_an_error_is_the_error(tmp_path):
     script.write_text("pass\n")
     assert "error" not in run_cluster_train(env).stdout
     assert not list(tmp_path.glob("tmp*"))
+
+
+def test_a_rank_that_was_killed_is_reported(tmp_path):
+    """It cannot report anything itself, and the others only lose it."""
+    script = tmp_path / "my_train.py"
+    text = (
+        "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
+    )
+    script.write_text(text)
+    failure = tmp_path / "failure.json"
+    env = {"TRAIN_SCRIPT": str(script), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+    env |= {"GUARD": "0", "NPROC_PER_NODE": "2", "FAILURE_FILE": str(failure)}
+    run_cluster_train(env)
+    facts = json.loads(failure.read_text())
+    assert (facts["cause"], facts["reason"]) == ("killed", "rank 1 was ended by SIGKILL")
 
 
 def run_cluster_train(env) -> subprocess.CompletedProcess:

@@ -1,0 +1,78 @@
+"""Warns once when the memory of a node is nearly used up: for guard.py, on each node."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from report import HOST
+
+SHARE = 0.9  # of the limit
+SECONDS = 10  # between two looks
+
+
+def watch(over: threading.Event) -> None:
+    """Return after the warning, or when the script is over."""
+    first: dict[int, int] = {}  # what the processes used when they were first seen
+    while not over.wait(SECONDS):
+        sizes = sizes_of_ranks()
+        for process, size in sizes.items():
+            first.setdefault(process, size)
+        used, limit = usage()
+        if used > SHARE * limit and sizes:
+            grown = max(sizes, key=lambda process: sizes[process] - first[process])
+            gib = 1 << 30
+            text = f"{used / gib:.1f} of {limit / gib:.1f} GiB of memory are in use on {HOST}; "
+            text += f"{name_of(grown)} grew most, from {first[grown] / gib:.1f} to "
+            text += f"{sizes[grown] / gib:.1f} GiB: request more --mem, or use fewer --num-workers"
+            print(f"guard.py: WARNING: {text}", file=sys.stderr, flush=True)
+            return
+
+
+def usage() -> tuple[int, int]:
+    """(bytes in use, limit) of the machine, or of the cgroup of this process that is fullest."""
+    facts = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value, *_ = line.split()
+        facts[name] = 1024 * int(value)
+    fullest = (facts["MemTotal:"] - facts["MemAvailable:"], facts["MemTotal:"])
+    path = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()  # of cgroup v2
+    group = Path("/sys/fs/cgroup", path)
+    for directory in [group, *group.parents]:
+        with suppress(OSError, ValueError):  # no limit: "max"
+            limit = int((directory / "memory.max").read_text())
+            statistics = dict(map(str.split, (directory / "memory.stat").read_text().splitlines()))
+            cache = int(statistics["inactive_file"])  # which the kernel frees when needed
+            used = int((directory / "memory.current").read_text()) - cache
+            fullest = max(fullest, (used, limit), key=lambda one: one[0] / one[1])
+    return fullest
+
+
+def sizes_of_ranks() -> dict[int, int]:
+    """{process: resident bytes} of the ranks of this node and their loader workers."""
+    sizes = {}
+    launcher = os.getppid()
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/statm"):
+        with suppress(OSError, IndexError):  # it has just ended
+            status = (file.parent / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            parents[int(file.parent.name)] = int(status[1])
+            sizes[int(file.parent.name)] = os.sysconf("SC_PAGE_SIZE") * int(
+                file.read_text().split()[1]
+            )
+    ranks = {process for process, parent in parents.items() if parent == launcher}
+    return {p: size for p, size in sizes.items() if p in ranks or parents[p] in ranks}
+
+
+def name_of(process: int) -> str:
+    """For example: rank 3 (process 4711)."""
+    environment = b""
+    with suppress(OSError):
+        environment = Path(f"/proc/{process}/environ").read_bytes()
+    for variable in environment.split(b"\0"):
+        if variable.startswith(b"RANK="):
+            return f"rank {variable[5:].decode()} or its worker (process {process})"
+    return f"process {process}"
