@@ -342,6 +342,26 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))
 
 
+# Does not stop before it is killed; when the job is started again, it ends.
+STUBBORN = """
+import os, signal, time
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    time.sleep(1000)
+"""
+
+
+@long
+def test_a_job_out_of_time_that_does_not_stop_is_requeued(cluster, repo, tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text(STUBBORN)
+    flags = ["--time=1", f"--export=ALL,TRAIN_SCRIPT={script},GUARD=0"]
+    job = Job(cluster, repo, tmp_path / "run", TORCHRUN, [], *flags)
+    assert job.end() == "COMPLETED", job.output()
+    assert job.facts()["Restarts"] == "1", job.output()
+
+
 @long
 @pytest.mark.parametrize("style", [TORCHRUN, SRUN])
 def test_a_preempted_job_saves_is_requeued_and_ends_the_same(
