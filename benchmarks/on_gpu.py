@@ -55,7 +55,7 @@ SPEED = "python benchmarks/speed.py {gpu} --rounds {rounds} --idle --output="
 CONVNET = SPEED + " --ranks 1 --steps {convnet_steps}"
 IMAGES = SPEED + " --model {resnet} --size {size} --workers {cores}"
 RESNET = IMAGES + " --dataset synthetic --batch {batch} --steps {steps}"
-CORRECTNESS = "python benchmarks/correctness.py {cpu} --ranks {ranks} "
+CORRECTNESS = "python benchmarks/correctness.py {cpu} --ranks {both} "
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node {ranks} "
 
 
@@ -88,7 +88,6 @@ PARTS = {
         240,
         [CORRECTNESS + "hang-host hang-gpu"],
         TABLE,
-        gpus=2,
     ),
     "killed": Part("A killed rank, supervised", 240, [CORRECTNESS + "killed"], TABLE),
     "resume": Part(
@@ -100,7 +99,7 @@ PARTS = {
     "distributed": Part(
         "scripts/test_distributed.sh",
         150,
-        ["scripts/test_distributed.sh {ranks}"],
+        ["scripts/test_distributed.sh {both}"],
         shown="^(PASS|FAIL|Starting|Master|Stopped)",
     ),
     "bandwidth": Part(
@@ -204,6 +203,7 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
             "gpu": "",
             "cpu": "--cpu",
             "ranks": 2,
+            "both": 2,
             "resnet": "resnet18",
             "size": 32,
             "batch": 4,
@@ -225,6 +225,7 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
         "gpu": "--gpu",
         "cpu": "",
         "ranks": gpus,
+        "both": max(2, gpus),  # with one GPU, two ranks share it
         "resnet": "resnet50",
         "size": 224,
         "batch": 256,
@@ -278,6 +279,7 @@ def command_environment(cpu: bool) -> dict[str, str]:
         if not name.startswith(("SLURM_", "PBS_")):
             env[name] = value
     env["PYTHON"] = sys.executable
+    env["SHARE_GPU"] = "1"  # has no effect on ranks that have a GPU each
     if cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
     return env

@@ -63,6 +63,7 @@ def main() -> int:
         return start_ranks(args)
     if "RANK" in os.environ or guard.is_srun_step(os.environ):
         world = guard.launch_environment(os.environ)
+        guard.share_gpu(world)
         Rank(args, world).run()
     if others:
         node_check.refuse(f"{others[0]} is not an option outside of a launch: see --help")

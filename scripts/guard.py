@@ -287,7 +287,9 @@ def configure_process(world: dict[str, int]) -> None:
 
 def share_gpu(world: dict[str, int]) -> None:
     """SHARE_GPU=1: NCCL takes each rank for a host of its own, and allows several on one GPU."""
-    if os.environ.get("SHARE_GPU") == "1" and world["WORLD_SIZE"] > 1:
+    if os.environ.get("SHARE_GPU") != "1":
+        return
+    if 0 < node_check.count_gpus() < world["LOCAL_WORLD_SIZE"]:
         os.environ.setdefault("NCCL_HOSTID", f"{HOST}-{world['LOCAL_RANK']}")
         if world["RANK"] == 0:
             text = "SHARE_GPU=1: ranks share GPUs and exchange over sockets: speed means nothing"

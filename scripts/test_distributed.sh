@@ -7,7 +7,8 @@
 #        scripts/test_distributed.sh        in an allocation (salloc, sbatch, qsub): on all its nodes
 #
 # Environment (see also scripts/cluster_train.sh):
-#   DRY_RUN  1: only print the commands    []
+#   SHARE_GPU  1: several processes on one GPU, to debug    []
+#   DRY_RUN    1: only print the commands                   []
 #
 # Examples:
 #   scripts/test_distributed.sh 2
@@ -85,7 +86,8 @@ main() {
   fi
   [[ -z "${1:-}" ]] || export NPROC_PER_NODE="$1"
   if [[ -z "${NPROC_PER_NODE:-}${SLURM_JOB_ID:-}${PBS_NODEFILE:-}" ]]; then
-    NPROC_PER_NODE="$("${python[@]}" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+    NPROC_PER_NODE="$("${python[@]}" scripts/node_check.py train_distributed.py | tail -n 1)"
+    [[ "$NPROC_PER_NODE" != 0 ]] || NPROC_PER_NODE=2
     export NPROC_PER_NODE
   fi
   export MAX_RESTARTS=0 STOPPED_EXIT_CODE=0

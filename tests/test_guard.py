@@ -997,15 +997,18 @@ def test_the_memory_of_a_node_and_of_its_ranks():
     assert 10_000_000 < own_size < used
 
 
-@pytest.mark.parametrize("value", ["1", "0"])
-def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl(monkeypatch, value):
+@pytest.mark.parametrize(
+    ("value", "gpus", "shared"), [("1", 1, True), ("1", 2, False), ("0", 1, False)]
+)
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl(monkeypatch, value, gpus, shared):
     monkeypatch.setenv("SHARE_GPU", value)
+    monkeypatch.setattr(guard.node_check, "count_gpus", lambda: gpus)
     ids = set()
     for rank in (0, 1):
         monkeypatch.delenv("NCCL_HOSTID", raising=False)
-        guard.share_gpu({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2})
+        guard.share_gpu({"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2})
         ids.add(os.environ.get("NCCL_HOSTID"))
-    assert ids == ({f"{HOST}-0", f"{HOST}-1"} if value == "1" else {None})
+    assert ids == ({f"{HOST}-0", f"{HOST}-1"} if shared else {None})
 
 
 class Pending:
