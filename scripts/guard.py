@@ -93,6 +93,7 @@ OWN_MODULES = ("hang", "memory", "node_check", "report", "slow_ranks")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
+KEPT_BYTES = 384 << 20  # of freed memory; if more is free, all of it is returned
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
 
 
@@ -297,7 +298,7 @@ def share_gpu(world: dict[str, int]) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Without GPUs, make glibc keep freed memory, unless the user has set its malloc.
+    """Without GPUs, make glibc keep up to KEPT_BYTES, unless the user has set its malloc.
 
     It would return each large activation to the kernel and fault it in again in the next step,
     which is the largest single cost of a small network on a CPU.
@@ -305,7 +306,7 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if has_gpu() or os.environ.get("GLIBC_TUNABLES") or not hasattr(libc, "mallopt"):
         return
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
     libc.mallopt(M_MMAP_MAX, 0)
 
 

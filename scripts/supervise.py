@@ -103,9 +103,11 @@ def main():
         print(__doc__.strip())
         return 0 if command else 2
     try:
-        max_restarts = number("MAX_RESTARTS", int, 10)
-        stop_seconds = number("STOP_SECONDS", float, 300)
-        max_duration = number("MAX_DURATION", float, float("inf"))
+        limits = Limits(
+            restarts=number("MAX_RESTARTS", int, 10),
+            stop_seconds=number("STOP_SECONDS", float, 300),
+            duration=number("MAX_DURATION", float, float("inf")),
+        )
         stopped_code = number("STOPPED_EXIT_CODE", int, 0)
         number("SLURM_JOB_END_TIME", float, None)  # used later
         number("SLURM_RESTART_COUNT", int, 0)
@@ -124,9 +126,9 @@ def main():
     directory = (logs / f"supervise_{job}").resolve()
     adopt_orphans()
     with claim, tempfile.TemporaryDirectory(prefix="supervise-") as local:
-        supervisor = Supervisor(job, command, directory, Path(local), stop_seconds, max_duration)
+        supervisor = Supervisor(job, command, directory, Path(local), limits)
         try:
-            return supervisor.keep_alive(max_restarts, stopped_code)
+            return supervisor.keep_alive(stopped_code)
         finally:
             supervisor.clean_up()
 
@@ -311,10 +313,18 @@ def run_on_event(record):
 # ---------------------------------------------------------------------------------- supervision
 
 
+class Limits(NamedTuple):
+    """Of the environment."""
+
+    restarts: int
+    stop_seconds: float
+    duration: float  # seconds
+
+
 class Supervisor:
     """Runs COMMAND as often as needed."""
 
-    def __init__(self, job, command, directory, local, stop_seconds, max_duration):
+    def __init__(self, job, command, directory, local, limits):
         self.job = job  # its name
         self.command = command
         self.directory = directory  # for files that the training writes; all nodes see it
@@ -323,12 +333,12 @@ class Supervisor:
 
         # the time, and requests to stop
         self.began = time.time()
-        self.deadline = self.began + max_duration
+        self.limits = limits
+        self.deadline = self.began + limits.duration
         self.end_of_job = end_of_job() or float("inf")
         self.deadline = min(self.deadline, self.end_of_job)
         # The training is asked to stop this many seconds before the deadline.
         self.reserve = min(120, (self.deadline - self.began) / 10)
-        self.stop_seconds = stop_seconds
         self.signals = []  # (name, time) of each signal received
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
@@ -354,33 +364,40 @@ class Supervisor:
     def signal_names(self):
         return [name for name, _ in self.signals]
 
-    def keep_alive(self, max_restarts, stopped_code):
+    def keep_alive(self, stopped_code):
         """Run attempts until the training ends. Returns the exit code."""
-        while True:
+        decision = Decision.RESTART
+        while decision == Decision.RESTART:
             attempt = self.attempt()
-            cause = attempt["cause"]
-            self.leave_out_bad_nodes(attempt)
-            if cause != "in use":  # otherwise the attempt log is another job's
-                self.record(attempt)
-            if cause not in NO_CRASH:
-                self.count_crash(attempt)
+            self.take_note_of(attempt)
+            facts = self.facts(attempt)
+            decision = self.act(decide(facts), facts, attempt)
+        return exit_code(decision, attempt["cause"], stopped_code)
 
-            facts = self.facts(attempt, max_restarts)
-            decision = decide(facts)
-            what_next = decision.name.lower()
-            run_on_event({**attempt, "run_dir": self.run_dir, "next": what_next})
-            if decision == Decision.REQUEUE and not requeue(self.left_out):
-                decision = decide(facts, can_requeue=False)
-                if self.bad_node:
-                    log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
-            if decision == Decision.STOP:
-                report_stop(attempt)
-            if cause not in NO_CRASH or decision == Decision.NO_REQUEUE:
-                report_crash(attempt, decision, facts)
-            if decision != Decision.RESTART:
-                return exit_code(decision, cause, stopped_code)
+    def take_note_of(self, attempt):
+        """Leave out bad nodes, write the attempt log, and count the crashes."""
+        self.leave_out_bad_nodes(attempt)
+        if attempt["cause"] != "in use":  # otherwise the attempt log is another job's
+            self.record(attempt)
+        if attempt["cause"] not in NO_CRASH:
+            self.count_crash(attempt)
+
+    def act(self, decision, facts, attempt):
+        """Requeue the job or wait, and say so. Returns the decision, as the scheduler permits."""
+        what_next = decision.name.lower()
+        run_on_event({**attempt, "run_dir": self.run_dir, "next": what_next})
+        if decision == Decision.REQUEUE and not requeue(self.left_out):
+            decision = decide(facts, can_requeue=False)
+            if self.bad_node:
+                log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
+        if decision == Decision.STOP:
+            report_stop(attempt)
+        if facts.cause not in NO_CRASH or decision == Decision.NO_REQUEUE:
+            report_crash(attempt, decision, facts)
+        if decision == Decision.RESTART:
             self.restarts += 1
             time.sleep(pause_before_restart(self.crashes))
+        return decision
 
     def count_crash(self, attempt):
         if made_progress(attempt) or self.bad_node == "replaced":
@@ -388,7 +405,7 @@ class Supervisor:
         else:
             self.crashes += 1
 
-    def facts(self, attempt, max_restarts):
+    def facts(self, attempt):
         return Facts(
             cause=attempt["cause"],
             reason=attempt["reason"],
@@ -396,7 +413,7 @@ class Supervisor:
             killed=self.killed,
             crashes=self.crashes,
             restarts=self.restarts,
-            max_restarts=max_restarts,
+            max_restarts=self.limits.restarts,
             bad_node=self.bad_node,
             starts=self.starts_without_progress(),
         )
@@ -676,7 +693,7 @@ class Supervisor:
         """Kill the training after STOP_SECONDS, in time for a requeue, or at a second Ctrl-C."""
         since = self.stopping_since
         pressed_again = any(name == "SIGINT" and when > since + 1 for name, when in self.signals)
-        limit = since + self.stop_seconds
+        limit = since + self.limits.stop_seconds
         if not self.signals:  # at the time limit; after it, Slurm would no longer requeue the job
             limit = min(limit, self.end_of_job - self.reserve / 4)
         if pressed_again or time.time() > limit:

@@ -650,7 +650,7 @@ def supervisor(monkeypatch, tmp_path):
     module = load(SUPERVISE)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("EXCLUDED_NODES", "")
-    return module, module.Supervisor("7", ["true"], tmp_path, tmp_path, 1, 1e9)
+    return module, module.Supervisor("7", ["true"], tmp_path, tmp_path, module.Limits(9, 1, 1e9))
 
 
 def left_out_after(us, *failures, nnodes: int = 1) -> list[str]:
@@ -707,7 +707,7 @@ def test_a_job_without_a_spare_is_requeued_without_the_node(supervisor):
     assert us.bad_node == ""
     us.leave_out_bad_nodes(attempt)
     assert us.bad_node == "no spare" and us.left_out == ["n2"] and us.nodes == ["n1", "n2"]
-    facts = us.facts({**attempt, "reason": ""}, 10)
+    facts = us.facts({**attempt, "reason": ""})
     assert module.decide(facts) == module.Decision.REQUEUE
     assert module.decide(facts, can_requeue=False) == module.Decision.RESTART
     assert module.decide(facts._replace(signals=["SIGINT"])) == module.Decision.STOP_REQUESTED

@@ -229,7 +229,8 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
     (run / "failure").write_text(failure)
 
     def end_of_an_attempt():
-        supervisor = supervise.Supervisor("7", ["true"], run, tmp_path, 300, float("inf"))
+        limits = supervise.Limits(3, 300, float("inf"))
+        supervisor = supervise.Supervisor("7", ["true"], run, tmp_path, limits)
         found = supervise.read_status(run / "status")
         supervisor.run_dir = str(run)
         cause, reason = supervisor.cause(code, found, supervise.read_failure(run / "failure"))
@@ -238,7 +239,7 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
         attempt |= {"world_size": found.get("world_size"), "cause": cause, "reason": reason}
         supervisor.record(attempt)
         supervisor.count_crash(attempt)
-        facts = supervisor.facts(attempt, max_restarts=3)
+        facts = supervisor.facts(attempt)
         decision = supervise.decide(facts)
         supervise.report_crash(attempt, decision, facts)
         return attempt
