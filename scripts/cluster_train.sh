@@ -101,6 +101,7 @@ run_ranks() {
     wait "$child" || true # a signal interrupts it
   done 2>/dev/null        # hide the shell's "Killed" message
   wait "$child" || status=$?
+  [[ -z "$ranks_signaled" ]] || pkill -KILL --session "$ranks_signaled" || true # their own children, as of mp.spawn
   child=""
   return "$status"
 }
@@ -114,8 +115,10 @@ stop() {
   [[ -z "${APPTAINER_IMAGE:-}" ]] || torchrun="$(pgrep -P "$child")" || torchrun="$child"
   # shellcheck disable=SC2064
   trap "pkill -KILL -P $torchrun || true; kill -KILL $torchrun $child || true" INT
+  local ranks
+  ranks="$(pgrep -d, -P "$torchrun")" || true # each is the leader of a session
   if pkill -TERM -P "$torchrun"; then
-    ranks_signaled=1
+    ranks_signaled="$ranks"
   elif [[ -z "$ranks_signaled" ]]; then # no ranks yet: nothing to save
     kill -KILL "$child" || true
   fi
@@ -246,7 +249,7 @@ main() {
     sleep 0.2 # until tee has written torchrun's report
     if (($(oom_kills) > kills)); then
       report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
-    elif [[ -n "$(killed_rank "$logs/$log")" ]]; then
+    elif [[ -z "$ranks_signaled" && -n "$(killed_rank "$logs/$log")" ]]; then
       report_failure killed "$(killed_rank "$logs/$log")"
     fi
   fi
