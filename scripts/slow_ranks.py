@@ -7,26 +7,27 @@ import functools
 import json
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from hang import HangWatch, flight_recorder
+from hang import HangWatch, flight_recorder, is_done
 from report import HOST, seconds, write_event
 
-MAX_COMPARED = 512  # ranks: rank 0 would wait too long for the notes and clocks of more
-SLOW_SHARE = 0.05  # a slow rank delays the others by at least this share of a step
-MAX_STEPS = 64  # of each rank that are compared in an interval, at most
-STEPS_IN_A_ROW = 8  # these are chosen in runs of this length
-MIN_STEPS = 20  # fewer are kept until the next interval; a quarter needs several
-MAX_COLLECTIVES = 5  # of each step that are compared, at most
-PINGS = 8  # exchanged with rank 0 to compare the clocks of two hosts
+MAX_COMPARED = 512  # ranks: rank 0 reads a note of each one
+SLOW_SHARE = 0.05  # the others wait for a slow rank for at least this share of a step
+MIN_STEPS = 20  # of each rank are compared, at least: a quarter of them needs several
+WARM_UP_STEPS = 10  # optimizer steps that are not compared
 
 
 def start(watch: HangWatch) -> None:
     """Compare the ranks in a thread of their own, every SLOW_RANK_INTERVAL seconds."""
     interval = seconds("SLOW_RANK_INTERVAL", 60)
     if interval and watch.size <= MAX_COMPARED:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
         slow_ranks = SlowRankWatch(watch)
+        register_optimizer_step_pre_hook(slow_ranks.on_step)
         watch.start_thread(functools.partial(slow_ranks.watch, max(1, interval)))
 
 
@@ -34,10 +35,9 @@ class SlowRankWatch:
     """Rank 0 names the ranks that arrive late at the collectives, so that the others wait for them.
 
     All ranks have the same step time, because each collective waits for the last rank: the slow
-    rank is the one that waits least. PyTorch's Flight Recorder has the time at which a rank created
-    each collective. In each interval, each rank writes these times to the store, for a few
-    collectives of up to MAX_STEPS optimizer steps. Rank 0 names a rank if it is late in two
-    intervals in a row, by at least SLOW_SHARE of a step and by more than the error of the clocks.
+    rank is the one that waits least. In each interval, each rank writes to the store when it
+    arrived in its last steps, by its own clock (see arrivals_in_steps()). Rank 0 names a rank if
+    it is late in two intervals in a row, and the others wait for at least SLOW_SHARE of a step.
     """
 
     def __init__(self, watch: HangWatch):
@@ -45,142 +45,93 @@ class SlowRankWatch:
         self.size = watch.size
         self.store = watch.store
         self.infos = watch.infos
-        self.step_ends = watch.step_ends  # of this rank's steps, in nanoseconds since 1970
         self.over = watch.over
-        # For each rank, the first rank with the same clock. It compares this clock with rank 0's.
-        first_ranks: dict[str, int] = {}
-        for other, info in enumerate(self.infos):
-            first_ranks.setdefault(info["clock"], other)
-        self.clock_ranks = [first_ranks[info["clock"]] for info in self.infos]
+        self.step_count = 0
+        self.step_times = deque(maxlen=2000)  # when optimizer.step() began, nanoseconds since 1970
+        self.steps: list[dict] = []  # of this rank, to be compared
         # of rank 0
-        self.compared = 0  # number of the first collective of the last step that was compared
-        self.steps: list[list[list[float]]] = []  # to be compared: see find_slow_ranks()
         self.late: set[int] = set()  # in the last comparison
         self.named: set[int] = set()
+
+    def on_step(self, *_) -> None:
+        self.step_count += 1
+        if self.step_count > WARM_UP_STEPS:
+            self.step_times.append(time.time_ns())
 
     def watch(self, interval: float) -> None:
         """Compare the ranks at each multiple of the interval: at the same time on all hosts."""
         with suppress(Exception):  # the store has ended; another call would only print warnings
             while not self.over.wait(interval - time.time() % interval):
-                # Half an interval more, so that no step is left out between two notes.
-                step_ends = recent_steps(list(self.step_ends), 1.5 * interval)
-                note = arrivals(step_ends, self.size)
-                deadline = time.monotonic() + interval / 4
-                if self.rank == 0:
-                    self.answer_pings(deadline)
-                    self.over.wait(min(2, interval / 4))  # the other ranks write their notes
-                    self.compare(note)
+                note = self.own_note()
+                if not note:
                     continue
-                if self.clock_ranks[self.rank] == self.rank:
-                    note["clock"] = self.compare_clock(deadline)
-                self.store.set(f"arrivals {self.rank}", json.dumps(note))
+                if self.rank > 0:
+                    self.store.set(f"arrivals {self.rank}", json.dumps(note))
+                    continue
+                notes = self.other_notes(time.monotonic() + interval / 4)
+                if notes:
+                    self.compare([note, *notes])
 
-    # ------------------------------------------------------------------------ clocks
+    def own_note(self) -> dict | None:
+        """This rank's arrivals in the steps since the last note, and in MIN_STEPS at least.
 
-    def answer_pings(self, deadline: float) -> None:
-        """Rank 0: write the times at which the pings of each clock's first rank arrive."""
-        for rank in sorted(set(self.clock_ranks) - {0}):
-            for _ in range(PINGS):
-                ping = self.take(f"ping {rank}", deadline)
-                received = time.time()
-                if ping is None:
-                    break
-                self.store.set(f"pong {rank}", json.dumps([ping, received, time.time()]))
-
-    def compare_clock(self, deadline: float) -> list[float] | None:
-        """[seconds that rank 0's clock is ahead of this one, their error]; None if unknown.
-
-        As in NTP (RFC 5905, section 8); the exchange with the shortest round trip counts.
+        {"step_seconds": the usual time of a step; "arrivals": for each place in a step, the usual
+        arrival in each quarter of the steps, in seconds}. None if there is no new step.
         """
-        self.store.delete_key(f"pong {self.rank}")  # of an earlier interval
-        best = None
-        for number in range(PINGS):
-            sent = time.time()
-            ping = f"{sent} {number}"
-            self.store.set(f"ping {self.rank}", ping)
-            pong = self.take(f"pong {self.rank}", deadline)
-            received = time.time()
-            if pong is None:
-                break
-            answered_ping, arrived, answered = json.loads(pong)
-            ahead = (arrived - sent + answered - received) / 2
-            error = (received - sent - (answered - arrived)) / 2
-            if answered_ping == ping and (best is None or error < best[1]):
-                best = [ahead, error]
-        return best
+        last_end = self.steps[-1]["end"] if self.steps else 0
+        steps = arrivals_in_steps(list(self.step_times), self.size)
+        new_steps = [step for step in steps if step["end"] > last_end]
+        self.steps += new_steps
+        self.steps = self.steps[-max(MIN_STEPS, len(new_steps)) :]
+        if not new_steps or len(self.steps) < MIN_STEPS:
+            return None
+        places = zip(*(step["arrivals"] for step in self.steps))
+        return {
+            "step_seconds": typical([step["seconds"] for step in self.steps]),
+            "arrivals": [typical_in_quarters(values) for values in places],
+        }
 
-    def take(self, key: str, deadline: float) -> str | None:
-        """Remove the key from the store; its value, or None if it is not set in time."""
-        pause = 0.0005
-        while not self.store.check([key]):
-            if time.monotonic() > deadline or self.over.wait(pause):
+    def other_notes(self, deadline: float) -> list[dict] | None:
+        """Rank 0: remove the notes of the other ranks from the store; None if one is missing."""
+        keys = [f"arrivals {rank}" for rank in range(1, self.size)]
+        while not self.store.check(keys):
+            if time.monotonic() > deadline or self.over.wait(0.5):
                 return None
-            pause = min(0.05, 1.1 * pause)  # the other rank may be late by seconds
-        value = self.store.get(key).decode()
-        self.store.delete_key(key)
-        return value
+        notes = []
+        for key in keys:
+            notes.append(json.loads(self.store.get(key)))
+            self.store.delete_key(key)
+        return notes
 
-    # -------------------------------------------------------------------- comparison
-
-    def compare(self, own_note: dict) -> None:
-        """Rank 0: read the notes of the other ranks; report the slow ranks that are new."""
-        notes = [own_note]
-        for rank in range(1, self.size):
-            if not self.store.check([f"arrivals {rank}"]):
-                return
-            notes.append(json.loads(self.store.get(f"arrivals {rank}")))
-        own_note["clock"] = [0.0, 0.0]
-        clocks = [notes[rank].get("clock") for rank in self.clock_ranks]
-        if None in clocks:
+    def compare(self, notes: list[dict]) -> None:
+        """Rank 0: report the slow ranks that are new. notes: of each rank, see own_note()."""
+        numbers_of_places = {len(note["arrivals"]) for note in notes}
+        if len(numbers_of_places) > 1:  # TORCH_NCCL_ENABLE_TIMING is not set on all ranks
             return
-        self.add_steps(notes, [ahead for ahead, _ in clocks])
-        if len(self.steps) < MIN_STEPS:
-            return
-        steps = self.steps
-        self.steps = []
-        step_seconds = own_note["step_seconds"]
-        error = max(error for _, error in clocks)
-        late = find_slow_ranks(steps, max(SLOW_SHARE * step_seconds, error))
+        step_seconds = max(note["step_seconds"] for note in notes)  # hosts may run ahead
+        threshold = SLOW_SHARE * step_seconds
+        places = list(zip(*(note["arrivals"] for note in notes)))
+        late, place = find_slow_ranks(places, threshold)
         again = late & self.late
         self.named &= late | self.late
         self.late = late
-        if again - self.named:
+        wait = min(waiting_time(place, again), step_seconds)
+        if again - self.named and wait > threshold:
             self.named |= again
-            self.report(sorted(again), steps, step_seconds)
+            self.report(sorted(again), wait, step_seconds)
 
-    def add_steps(self, notes: list[dict], clocks: list[float]) -> None:
-        """Keep the steps that all ranks have in their notes, if they have not been compared yet."""
-        groups = {note["group"] for note in notes}
-        if len(groups) > 1:
-            return
-        common = set(notes[0]["steps"]).intersection(*(note["steps"] for note in notes))
-        for first in sorted(common, key=int):
-            rows = [note["steps"][first] for note in notes]
-            numbers = {tuple(number for number, _ in row) for row in rows}
-            if int(first) <= self.compared or len(numbers) > 1:
-                continue
-            self.compared = int(first)
-            collectives = []
-            for index in range(len(rows[0])):
-                times = [row[index][1] / 1e9 + ahead for row, ahead in zip(rows, clocks)]
-                collectives.append(times)
-            self.steps.append(collectives)
-
-    def report(self, ranks: list[int], steps: list, step_seconds: float) -> None:
-        seconds_late, seconds_saved = delay(steps, set(ranks))
+    def report(self, ranks: list[int], wait_seconds: float, step_seconds: float) -> None:
         hosts = [self.infos[rank]["host"] for rank in ranks]
         names = [f"rank {rank} on {host}" for rank, host in zip(ranks, hosts)]
-        verb = "arrives" if len(ranks) == 1 else "arrive"
-        share = seconds_saved / step_seconds
-        text = f"{', '.join(names)} {verb} {1000 * seconds_late:.0f} ms after the others "
-        text += f"(step {1000 * step_seconds:.0f} ms): the run could be {share:.0%} faster"
+        text = f"of {1000 * step_seconds:.0f} ms per step, the others wait"
+        text += f" {1000 * wait_seconds:.0f} ms for {', '.join(names)}"
         print(f"guard.py: WARNING: {text}", file=sys.stderr, flush=True)
         write_event(
             "slow_rank",
             text,
             ranks=ranks,
             hosts=hosts,
-            seconds_late=seconds_late,
+            wait_seconds=wait_seconds,
             step_seconds=step_seconds,
         )
 
@@ -193,62 +144,64 @@ def clock_id() -> str:
     return f"{HOST} {boot}"
 
 
-def recent_steps(step_ends: list[int], seconds: float) -> list[int]:
-    """Those of the last seconds, but at least five, for steps that take minutes."""
-    since = time.time_ns() - int(1e9 * seconds)
-    count = sum(end > since for end in step_ends)
-    return step_ends[-max(5, count) :]
+# ------------------------------------------------------------------------------ each rank
 
 
-def arrivals(step_ends: list[int], size: int) -> dict:
-    """When this rank created collectives in its last optimizer steps, which end at step_ends.
+def arrivals_in_steps(step_times: list[int], size: int) -> list[dict]:
+    """When this rank arrived at the collectives of its steps; optimizer.step() began at step_times.
 
-    {"group": the process group; "step_seconds": the usual time of a step; "steps": {number of its
-    first collective: [[number, nanoseconds since 1970], ...]}}. The numbers are the same on all
-    ranks, and so is the choice among more than MAX_STEPS steps: runs of STEPS_IN_A_ROW, because
-    every fourth step, for example, may wait for the same loader worker.
+    For each step: {"end": nanoseconds since 1970; "seconds": its length; "arrivals": [...]}, in
+    seconds. All ranks leave a collective at about the same time, so an arrival is counted
+
+    - with NCCL and TORCH_NCCL_ENABLE_TIMING=1, backwards from that time: PyTorch's Flight Recorder
+      has the duration of each collective on the GPU, and the last rank has the shortest ones;
+    - with gloo, from the last optimizer.step(), before which the ranks left a collective, to the
+      creation of the first and of the last collective.
+
+    Creation times of different ranks are not compared: their difference grows with each step if
+    collectives are asynchronous. With NCCL and without durations, there is no result: a host may
+    wait for its GPU anywhere.
     """
-    if not step_ends:
-        return {"group": "", "step_seconds": 0.0, "steps": {}}
-    group, times = collectives_of_all_ranks(size)
-    steps: dict[int, list[int]] = {}  # {index in step_ends: collectives}
-    for number in sorted(times):
-        index = bisect.bisect_left(step_ends, times[number])
-        steps.setdefault(index, []).append(number)
-    # The recorder may not have the start of the first one; the last one has not ended.
-    complete = [index for index in sorted(steps)[1:] if index < len(step_ends)]
-    note = {"group": group, "step_seconds": 0.0, "steps": {}}
-    if len(complete) < 2:
-        return note
-    ends = [step_ends[index] for index in complete]
-    note["step_seconds"] = typical([later - end for end, later in zip(ends, ends[1:])]) / 1e9
-    usual_length = middle([len(steps[index]) for index in complete])
-    stride = 1
-    while len(complete) > MAX_STEPS * stride:
-        stride *= 2
-    for index in complete:
-        numbers = steps[index]
-        if numbers[0] // usual_length // STEPS_IN_A_ROW % stride == 0:
-            chosen = evenly_spaced(numbers, MAX_COLLECTIVES)
-            note["steps"][str(numbers[0])] = [[number, times[number]] for number in chosen]
-    return note
+    entries = collectives_of_all_ranks(size)
+    has_durations = any("duration_ms" in entry for entry in entries)
+    is_gloo = all(entry["profiling_name"].startswith("gloo:") for entry in entries)
+    if not has_durations and not is_gloo:
+        return []
+    steps: dict[int, list[dict]] = {}  # {index in step_times: collectives before that time}
+    for entry in entries:
+        index = bisect.bisect_left(step_times, entry["time_created_ns"])
+        steps.setdefault(index, []).append(entry)
+    steps.pop(len(step_times), None)  # has not ended
+    result = []
+    indices = sorted(steps)
+    for previous, index in zip(indices, indices[1:]):
+        if not all(is_done(entry) for entry in steps[index]):
+            break
+        start = step_times[previous]
+        end = step_times[index]
+        if has_durations:
+            durations = [entry.get("duration_ms", 0) for entry in steps[index]]
+            arrivals = [-sum(durations) / 1e3]
+        else:
+            times = [entry["time_created_ns"] for entry in steps[index]]
+            arrivals = [(min(times) - start) / 1e9, (max(times) - start) / 1e9]
+        result.append({"end": end, "seconds": (end - start) / 1e9, "arrivals": arrivals})
+    return result
 
 
-def collectives_of_all_ranks(size: int) -> tuple[str, dict[int, int]]:
-    """(process group of all ranks with most collectives, {number: nanoseconds since 1970})
+def collectives_of_all_ranks(size: int) -> list[dict]:
+    """The entries of the recorder for process groups of all ranks.
 
     Empty if the recorder has no times: with gloo, before PyTorch 2.8.
     """
     names = groups_of_size(size)
-    groups: dict[str, dict[int, int]] = {}
-    for recorder, trace in flight_recorder(entries=True):
+    result = []
+    for _, trace in flight_recorder(entries=True):
         for entry in trace.get("entries", []):
-            name = entry["process_group"][0]
-            if name in names and "time_created_ns" in entry and not entry.get("is_p2p"):
-                times = groups.setdefault(f"{recorder} {name}", {})
-                times.setdefault(entry["collective_seq_id"], entry["time_created_ns"])
-    group = max(groups, key=lambda name: (len(groups[name]), name), default="")
-    return group, groups.get(group, {})
+            is_collective = "time_created_ns" in entry and not entry.get("is_p2p")
+            if is_collective and entry["process_group"][0] in names:
+                result.append(entry)
+    return result
 
 
 def groups_of_size(size: int) -> list[str]:
@@ -261,66 +214,10 @@ def groups_of_size(size: int) -> list[str]:
     return []
 
 
-def find_slow_ranks(steps: list[list[list[float]]], threshold: float) -> set[int]:
-    """The ranks without which each step would be shorter by more than the threshold, in seconds.
-
-    steps: for each step and each of its collectives, when each rank arrived, in seconds. Compares
-    collectives in the same place of different steps. A rank must be late in each quarter of the
-    steps, so that ranks that are slow by turns are not named.
-    """
-    length = middle([len(step) for step in steps])
-    steps = [step for step in steps if len(step) == length]
-    late = set()
-    for place in range(length):
-        rows = [lateness(step[place]) for step in steps]
-        quarters = []
-        for quarter in range(4):
-            first = len(rows) * quarter // 4
-            end = len(rows) * (quarter + 1) // 4
-            quarters.append(rows[first:end])
-        for rank in range(len(rows[0])):
-            means = [typical([row[rank] for row in part]) for part in quarters if part]
-            if min(means) > threshold:
-                late.add(rank)
-    _, seconds_saved = delay(steps, late)
-    return late if seconds_saved > threshold else set()
-
-
-def delay(steps: list[list[list[float]]], late: set[int]) -> tuple[float, float]:
-    """(how late these ranks usually are, after the median of the others; how much later than the
-    last of the others): in seconds, at the collective where the second one is the largest.
-    """
-    others = set(range(len(steps[0][0]))) - late
-    if not late or not others:
-        return 0.0, 0.0
-    length = middle([len(step) for step in steps])
-    delays = []
-    for place in range(length):
-        after_median = []
-        after_last = []
-        for step in steps:
-            if len(step) == length:
-                last = max(step[place][rank] for rank in late)
-                times = [step[place][rank] for rank in others]
-                after_median.append(last - middle(times))
-                after_last.append(last - max(times))
-        delays.append((typical(after_last), typical(after_median)))
-    seconds_saved, seconds_late = max(delays)
-    return seconds_late, seconds_saved
-
-
-def lateness(times: list[float]) -> list[float]:
-    """For each rank, the seconds by which it is later than the median of the others."""
-    order = sorted(range(len(times)), key=times.__getitem__)
-    result = [0.0] * len(times)
-    for place, rank in enumerate(order):
-        lower = (len(times) - 2) // 2  # the middle of the others, without this rank
-        upper = (len(times) - 1) // 2
-        lower += lower >= place
-        upper += upper >= place
-        median = (times[order[lower]] + times[order[upper]]) / 2
-        result[rank] = times[rank] - median
-    return result
+def typical_in_quarters(values: list[float]) -> list[float]:
+    """The typical value in each quarter of at least four values."""
+    bounds = [len(values) * quarter // 4 for quarter in range(5)]
+    return [typical(values[first:end]) for first, end in zip(bounds, bounds[1:])]
 
 
 def typical(values: list[float]) -> float:
@@ -335,13 +232,45 @@ def typical(values: list[float]) -> float:
     return sum(min(max(value, low), high) for value in values) / len(values)
 
 
-def middle(values: list):
-    """The median, or the smaller one of the two in the middle."""
-    return sorted(values)[(len(values) - 1) // 2]
+# ------------------------------------------------------------------------- all ranks
 
 
-def evenly_spaced(values: list[int], count: int) -> list[int]:
-    """At most `count` of the values, with the first and the last."""
-    if len(values) <= count:
-        return values
-    return [values[index * (len(values) - 1) // (count - 1)] for index in range(count)]
+def find_slow_ranks(places: list[list[list[float]]], threshold: float) -> tuple[set[int], list]:
+    """(the ranks for which the others wait longer than the threshold, the place where they do).
+
+    places: for each place in a step and each rank, its arrivals in each quarter of the steps, in
+    seconds. A rank must be late in each quarter, so that ranks that are slow by turns are not
+    named. A later place counts only if the others wait longer there by the threshold: the ranks
+    that waited at an earlier place arrive late at the later one.
+    """
+    late: set[int] = set()
+    place = places[0]
+    for arrivals in places:
+        ranks = late_ranks(arrivals, threshold)
+        if waiting_time(arrivals, ranks) > waiting_time(place, late) + threshold:
+            late = ranks
+            place = arrivals
+    return late, place
+
+
+def late_ranks(arrivals: list[list[float]], threshold: float) -> set[int]:
+    """The ranks that are later than the median by the threshold, in each quarter."""
+    late = set(range(len(arrivals)))
+    for quarter in zip(*arrivals):
+        median = sorted(quarter)[(len(quarter) - 1) // 2]  # or the smaller one in the middle
+        late &= {rank for rank, time in enumerate(quarter) if time - median > threshold}
+    return late
+
+
+def waiting_time(arrivals: list[list[float]], ranks: set[int]) -> float:
+    """The mean time from the arrival of the last of the other ranks to that of the last of these.
+
+    A step would be shorter by as much without these ranks. 0 if there are none.
+    """
+    if not ranks:
+        return 0.0
+    waits = []
+    for quarter in zip(*arrivals):
+        others = [time for rank, time in enumerate(quarter) if rank not in ranks]
+        waits.append(max(quarter) - max(others))
+    return sum(waits) / len(waits)

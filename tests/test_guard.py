@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import re
 import signal
 import socket
@@ -37,7 +36,6 @@ import guard  # noqa: E402
 import hang  # noqa: E402
 import memory  # noqa: E402
 import report  # noqa: E402
-import slow_ranks  # noqa: E402
 
 GUARD = REPO / "scripts/guard.py"
 HOST = os.uname().nodename
@@ -1159,132 +1157,6 @@ def test_the_recorder_of_nccl_in_pytorch_2_15_is_read(monkeypatch):
     before = hang.counters()
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Recorders(12, 12))
     assert hang.waits_for() == "" and hang.counters() != before
-
-
-# -------------------------------------------------------------------------------------- slow ranks
-
-SLOW_RANK = """step == 0 and time.sleep(1)  # until guard.py counts the optimizer's steps
-        time.sleep(0.2 if rank == 1 else 0.02)
-        is_named = torch.tensor(float(os.path.exists(os.environ["EVENTS_FILE"])))
-        dist.all_reduce(is_named)
-        if is_named:
-            break
-"""
-
-
-@needs_recorder
-def test_a_rank_that_is_late_in_each_step_is_named(tmp_path):
-    script = write(tmp_path, fault=SLOW_RANK)
-    script.write_text(script.read_text().replace("range(20)", "range(600)"))
-    events = tmp_path / "events"
-    result = run(3, script, env={"SLOW_RANK_INTERVAL": "5", "EVENTS_FILE": events})
-    assert result.codes == [0, 0, 0], result.err
-    assert "guard.py: WARNING: " not in result.err[1] + result.err[2]
-    event = json.loads(events.read_text())  # one line
-    assert event["event"] == "slow_rank" and event["ranks"] == [1] and event["hosts"] == [HOST]
-    assert f"guard.py: WARNING: {event['text']}\n" in result.err[0]
-    start = rf"rank 1 on {HOST} arrives \d+ ms after the others \(step \d+ ms\): the run could be "
-    assert re.match(start, event["text"]), event
-    assert event["seconds_late"] > 0.05 and event["step_seconds"] > 0.2
-
-
-def steps_of(*seconds_of_ranks, count=40, jitter=0.0) -> list:
-    """Steps of two collectives; each rank arrives after its seconds, or those of step % length."""
-    noise = random.Random(0)
-    steps = []
-    for step in range(count):
-        times = []
-        for seconds in seconds_of_ranks:
-            pattern = seconds if isinstance(seconds, list) else [seconds]
-            late = pattern[step % len(pattern)] + noise.gauss(0, jitter)
-            times.append(step + late)
-        steps.append([times, [time + 0.3 for time in times]])
-    return steps
-
-
-@pytest.mark.parametrize(
-    ("seconds", "late"),
-    [
-        ([0, 0.1, 0], {1}),
-        ([0.1, 0], {0}),
-        ([0, 0, 0.1, 0.1], {2, 3}),  # one of two hosts
-        ([0, [0, 0, 0, 0.4], 0], {1}),  # with three loader workers
-        ([0, 0.04, 0], set()),
-        ([0.1, 0.1, 0.1], set()),
-        ([[0.1, 0], [0, 0.1]], set()),
-        ([[0.1, 0, 0], [0, 0.1, 0], [0, 0, 0.1]], set()),
-        ([0, [0.1] * 8 + [0] * 8, [0] * 8 + [0.1] * 8], set()),
-        ([0, [9.0] + [0] * 15, 0], set()),  # a checkpoint
-        ([0, [0] * 20 + [0.3] * 20, 0], set()),  # only recently
-        ([0, 0, 0.04, 0.08], set()),  # without rank 3, the ranks would wait for rank 2
-    ],
-)
-def test_a_rank_is_slow_if_it_delays_the_others_in_each_quarter(seconds, late):
-    assert slow_ranks.find_slow_ranks(steps_of(*seconds), 0.05) == late
-    assert slow_ranks.find_slow_ranks(steps_of(*seconds, jitter=0.005), 0.05) == late
-
-
-def test_a_rank_that_is_late_in_every_second_step_is_slow():
-    """As with two loader workers that deliver their batches at the same time."""
-    for count in (*range(slow_ranks.MIN_STEPS, slow_ranks.MIN_STEPS + 4), slow_ranks.MAX_STEPS):
-        for pattern in ([0, 0.4], [0.4, 0]):
-            steps = steps_of(0, pattern, 0, jitter=0.005, count=count)
-            assert slow_ranks.find_slow_ranks(steps, 0.05) == {1}, count
-
-
-@pytest.mark.parametrize(("step_seconds", "count"), [(0.5, 180), (40, 5)])
-def test_no_step_is_left_out_between_two_comparisons(step_seconds, count):
-    """A note has the steps of one and a half intervals of 60 s, and at least five."""
-    now = time.time_ns()
-    ends = [now - int(1e9 * step_seconds * n) for n in reversed(range(400))]
-    assert slow_ranks.recent_steps(ends, 90) == ends[-count:]
-
-
-def test_ranks_with_unsteady_steps_are_not_slow():
-    for size in (2, 3, 8, 64):
-        steps = steps_of(*[0] * size, count=40, jitter=0.1)
-        assert slow_ranks.find_slow_ranks(steps, 0.05) == set()
-
-
-def test_a_rank_is_named_when_late_twice_in_a_row_and_again_only_after_it_was_not(capsys):
-    store = torch.distributed.HashStore()
-    infos = [{"host": "n1", "clock": "a"}] * 3
-    watch = slow_ranks.SlowRankWatch(watch_of(0, 3, store, infos))
-    printed = []
-    for interval, slow in enumerate([1, 2, 1, 1, 1, None, 1, None, None, 1, 1]):
-        notes = []
-        for rank in range(3):
-            steps = {}
-            for number in range(20 * interval + 1, 20 * interval + 21):
-                late = 40_000_000 if rank == slow else 0
-                steps[str(number)] = [[number, 100_000_000 * number + late]]
-            notes.append({"group": "gloo 0", "step_seconds": 0.1, "steps": steps})
-        for rank in (1, 2):
-            store.set(f"arrivals {rank}", json.dumps(notes[rank]))
-        watch.compare(notes[0])
-        printed.append(capsys.readouterr().err)
-    text = "guard.py: WARNING: rank 1 on n1 arrives 40 ms after the others (step 100 ms): "
-    assert [line.startswith(text) for line in printed] == [n in (3, 10) for n in range(11)]
-    assert all(line == "" for n, line in enumerate(printed) if n not in (3, 10))
-
-
-def test_the_clocks_of_two_hosts_are_compared_over_the_store():
-    """Rank 1's clock is 5 s behind."""
-    store = torch.distributed.HashStore()
-    infos = [{"host": "n1", "clock": "a"}, {"host": "n2", "clock": "b"}]
-    first, second = (slow_ranks.SlowRankWatch(watch_of(rank, 2, store, infos)) for rank in (0, 1))
-    deadline = time.monotonic() + 20
-    thread = threading.Thread(target=first.answer_pings, args=[deadline])
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
-        real = time.time
-        other = threading.current_thread()
-        behind = lambda: real() - 5 * (threading.current_thread() is other)  # noqa: E731
-        patch.setattr(time, "time", behind)
-        ahead, error = second.compare_clock(deadline)
-        thread.join()
-    assert 0 < error < 1 and abs(ahead - 5) < error + 0.001
-    assert store.num_keys() == 0
 
 
 # ---------------------------------------------------------------------------------------- failures
