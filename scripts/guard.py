@@ -361,7 +361,7 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
     shared = []
     if not problem:
         log_topology(infos)
-        names = ("host", "pid", "address", "clock")
+        names = ("host", "pid", "address")
         shared = [{name: info[name] for name in names} for info in infos]
     store.set("result", json.dumps([problem, shared]))
 
@@ -380,7 +380,6 @@ def rank_info(world: dict[str, int], arguments: list[str]) -> dict:
         "host": HOST,
         "pid": os.getpid(),
         "address": address_towards(os.environ["MASTER_ADDR"]),
-        "clock": slow_ranks.clock_id(),
         "same": same,
     }
 

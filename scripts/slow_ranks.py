@@ -9,10 +9,9 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 
 from hang import HangWatch, flight_recorder, is_done
-from report import HOST, seconds, write_event
+from report import seconds, write_event
 
 MAX_COMPARED = 512  # ranks: rank 0 reads a note of each one
 SLOW_SHARE = 0.05  # the others wait for a slow rank for at least this share of a step
@@ -134,14 +133,6 @@ class SlowRankWatch:
             wait_seconds=wait_seconds,
             step_seconds=step_seconds,
         )
-
-
-def clock_id() -> str:
-    """The same for processes that read the same clock."""
-    boot = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{HOST} {boot}"
 
 
 # ------------------------------------------------------------------------------ each rank

@@ -29,6 +29,7 @@ SLOW_RANK = """step == 0 and time.sleep(1)  # until guard.py counts the optimize
 ASYNCHRONOUS = """
 import os, time
 from collections import deque
+import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
