@@ -56,10 +56,6 @@ ADDRESS_REMEDY = "set MASTER_ADDR to an address that all nodes can reach"
 ANYWAY = "(or set PREFLIGHT=0 to launch anyway)"
 
 
-if sys.version_info < (3, 10):  # noqa: UP036
-    refuse(f"{sys.executable} is not Python 3.10 or newer: see scripts/site.sh")
-
-
 # ------------------------------------------------------------------------------- a launch
 
 
@@ -74,6 +70,8 @@ def main() -> None:
 
 def check_launch(script: str, arguments: list[str], ranks: int, node_rank: int) -> None:
     """Refuse a launch that would fail on this node; print what slows it down."""
+    if sys.version_info < (3, 10):  # noqa: UP036
+        refuse(f"{sys.executable} is not Python 3.10 or newer: see scripts/site.sh")
     request = read_request(arguments)
     check_packages(script)
     check_backend(request, ranks, count_gpus())

@@ -83,7 +83,7 @@ export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_$(id -un)}" 
 # export GLOO_SOCKET_IFNAME="eth0"   # the same for gloo; exact names only
 # export NCCL_IB_HCA="mlx5"          # the InfiniBand adapters to use
 # export NCCL_DEBUG=INFO             # logs which adapters NCCL uses
-# export NCCL_NET_GDR_LEVEL=PHB      # how far from the adapter a GPU may be for GPUDirect (docs/LAUNCH_GUIDE.md)
+# export NCCL_NET_GDR_LEVEL=PHB      # how far from the adapter a GPU may be for GPUDirect (docs/LAUNCH.md)
 
 trap - ERR
 set -eu

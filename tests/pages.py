@@ -14,6 +14,11 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return [(m[1], m[2]) for m in BLOCK.finditer(page)]
 
 
+def section(page: str, title: str) -> str:
+    """The text below a heading of level 2, up to the next one."""
+    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
 def commands(block: str) -> list[str]:
     """The commands of a block of bash, without comments; a backslash continues a line."""
     lines = re.sub(r"\\\n\s*", "", block).splitlines()

@@ -1,4 +1,4 @@
-"""The code of docs/USE_THE_MODEL.md runs as printed, and predicts what the training evaluated."""
+"""The code of "Use the model" in docs/MAKE_IT_YOURS.md runs, and predicts what was evaluated."""
 
 import os
 import re
@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from harness import REPO, train
-from pages import blocks
+from pages import blocks, section
 
-PAGE = (REPO / "docs/USE_THE_MODEL.md").read_text()
+PAGE = section((REPO / "docs/MAKE_IT_YOURS.md").read_text(), "Use the model")
 
 # Runs after the page's blocks: `model`, `test_set` and `torch` are those of the page.
 CHECK = """

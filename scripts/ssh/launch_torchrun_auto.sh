@@ -6,7 +6,7 @@
 # Usage: scripts/ssh/launch_torchrun_auto.sh CONFIG GPUS_PER_NODE HOST [HOST ...] [options]
 #
 # Each host needs ssh without a password, python3 or PYTHON (3.8 or newer), and this repository at the
-# same path. With NNODES, further hosts are spares: see docs/FAULT_TOLERANCE.md.
+# same path. With NNODES, further hosts are spares: see docs/RELIABILITY.md.
 # The environment is passed on, except for variables of the host, such as CUDA_VISIBLE_DEVICES. All
 # arguments from the first one with a dash on are options of train_distributed.py.
 #

@@ -1,4 +1,4 @@
-"""The commands of docs/LAUNCH_GUIDE.md, in order: they print what it shows, line by line.
+"""The commands of docs/LAUNCH.md, in order: they print what it shows, line by line.
 
 REWRITE_GUIDE=1 puts what they print into the guide.
 """
@@ -24,7 +24,7 @@ from hosts import HERE, down_at_exit
 from pages import blocks, commands, commands_of, difference
 
 REWRITE = "REWRITE_GUIDE" in os.environ
-GUIDE = REPO / "docs" / "LAUNCH_GUIDE.md"
+GUIDE = REPO / "docs" / "LAUNCH.md"
 SECTION = re.compile(r"(?ms)^## (.*?)$(.*?)(?=^## |\Z)")
 BLOCK = re.compile(r"(?ms)^```console\n(.*?)^```$")
 FILE = re.compile(r"(?ms)^`(configs/\w+\.yaml)`:\n\n```yaml\n(.*?)^```$")  # a file to create
