@@ -14,8 +14,8 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
   memory, which speeds up training on CPUs;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without an optimizer step,
-  all ranks print their stacks and exit, and the error names the ranks at fault;
-- names a slow rank: one that is late in each step, so that the others wait for it;
+  all ranks print their stacks and exit, and the error reports the ranks at fault;
+- reports a slow rank: one that is late in each step, so that the others wait for it;
 - warns when a node's memory is nearly used up, and says which process grew most;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
 - records why the first rank failed, for scripts/supervise.py and torchrun.

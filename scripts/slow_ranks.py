@@ -1,4 +1,4 @@
-"""Names a rank that is late in each step, so that the others wait for it: for guard.py."""
+"""Reports a rank that is late in each step, so that the others wait for it: for guard.py."""
 
 from __future__ import annotations
 
