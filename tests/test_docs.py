@@ -262,7 +262,8 @@ def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(cl
 
 def test_each_variable_that_a_program_reads_is_documented():
     """In its header, which --help prints, in another one, or on a page."""
-    of_others = r"SLURM|PBS_|PET_|CONDA_D|NCPUS|TORCHELASTIC|GLIBC_|MODULESHOME|ATTEMPT$|ENVIRONMENT$"
+    of_others = r"SLURM|PBS_|PET_|CONDA_D|NCPUS|TORCHELASTIC|GLIBC_|MODULESHOME|ATTEMPT$"
+    of_others += "|ENVIRONMENT$"
     reads = r"""\$\{([A-Z]\w+):?-|\benv\w*(?:\.get\(|\[)"([A-Z_]+)"(?!\] =)|\(env, "([A-Z_]+)|"""
     reads += r"""\b(?:seconds|number)\("([A-Z_]+)"""
     documented = "".join(page.read_text() for page in PAGES)
