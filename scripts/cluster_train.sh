@@ -8,7 +8,7 @@
 # --distributed-backend if BACKEND is set, only if it has these options. After --, it gets what follows, and
 # nothing else. SIGQUIT makes all ranks print their stacks and go on. The output is also written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
 #
-# Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh):
+# Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh; SHARE_GPU: see scripts/guard.py):
 #   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
 #   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose; unknown words are ignored  [WARNING]
@@ -17,7 +17,6 @@
 #   MASTER_ADDR     the host of node rank 0                       [first host of the job, or localhost]
 #   MASTER_PORT     a free port on that host                      [derived from the job id]
 #   LOG_DIR         directory for log files                       [logs]
-#   SHARE_GPU       1: several ranks on one GPU, to debug; slow   []
 #   DRY_RUN         1: only print the command                     []
 #
 # Examples:

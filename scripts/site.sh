@@ -58,7 +58,7 @@ else
   done
 fi
 python=("${PYTHON:-python3}")
-[[ -n "$(command -v "${python[0]}")" ]] || fail "${python[0]} cannot be executed here: set PYTHON"
+[[ -n "${DRY_RUN:-}$(command -v "${python[0]}")" ]] || fail "${python[0]} cannot be executed here: set PYTHON"
 
 # ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the ranks in that image. Apptainer itself reads
 # APPTAINER_BIND=/data,/scratch, for more directories than this repository.

@@ -6,9 +6,8 @@
 # Usage: scripts/test_distributed.sh [N]    N processes on this machine (default: one per GPU, or 2)
 #        scripts/test_distributed.sh        in an allocation (salloc, sbatch, qsub): on all its nodes
 #
-# Environment (see also scripts/cluster_train.sh):
-#   SHARE_GPU  1: several processes on one GPU, to debug    []
-#   DRY_RUN    1: only print the commands                   []
+# Environment (see also scripts/cluster_train.sh; SHARE_GPU=1 for several processes on one GPU):
+#   DRY_RUN  1: only print the commands    []
 #
 # Examples:
 #   scripts/test_distributed.sh 2

@@ -91,12 +91,7 @@ def run(cluster, train_dir):
 
 
 EVERY_DAY = ["Slurm directives"]  # the others train for long
-NO_TRAINING = [
-    "Smoke test",
-    "Slurm directives",
-    "Example: 4 nodes with 8 GPUs",
-    "Local test cluster",
-]
+NO_TRAINING = ["Slurm directives"]
 
 
 def sections():
