@@ -354,6 +354,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     while True:
         # After a save, so that a run which is stopped in an evaluation repeats it when it resumes.
         if stream.evaluates_after(state.step) and not sync.stop_reason:
+            if saver.saved_step < state.step:  # resumed in another directory
+                saver.save(state, model, optimizer, scaler)
             test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
             if not sync.stop_reason:
                 test_values = metrics.record_evaluation(state, test_sums)
@@ -368,6 +370,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         state.step += 1
         if profiler:
             profiler.step()
+            profiler = None if profiler.step_num == PROFILED_STEPS else profiler
         ends = stream.evaluates_after(state.step) or state.step == last_step
         if ends or sync.is_due(state.step) or saver.is_planned(state.step):
             flags = [saver.wants_save(state.step), saver.wants_profile()]
@@ -376,7 +379,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
             if ends or save or sync.stop_reason:
                 check_replicas(world, model)
                 saver.save(state, model, optimizer, scaler, sync.seconds_left)
-            if profile:
+            if profile and not profiler:
                 profiler = start_profiler(cfg, world, state.step)
             collect_garbage()
             sync.restart(state.step)
@@ -525,8 +528,6 @@ def judge_evaluation(task, cfg, world, state, values: dict[str, float], saver) -
     """
     if not values:
         return ""
-    if on_rank_0(world, task.after_evaluation, values):
-        return "Task.after_evaluation()"
     score = values.get(task.best)
     if score is None:
         text = f"best.pt and --patience need Task.best, and Task.report() has no {task.best}"
@@ -537,10 +538,12 @@ def judge_evaluation(task, cfg, world, state, values: dict[str, float], saver) -
         sign = -1 if task.best_is_lowest else 1
         is_best = state.best is None or sign * score > sign * state.best
         state.evaluations_since_best += 1
-        if is_best:
+        if is_best and not math.isnan(score):
             state.best = score
             state.evaluations_since_best = 0
             saver.save_best(state.step)
+    if on_rank_0(world, task.after_evaluation, values):
+        return "Task.after_evaluation()"
     if cfg.patience and state.evaluations_since_best >= cfg.patience:
         return f"no better {task.best} in {cfg.patience} evaluations"
     return ""
@@ -605,8 +608,11 @@ def set_training_mode(model: nn.Module):
                     module.eval()
 
 
+PROFILED_STEPS = 6  # the first one is a warm-up
+
+
 def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
-    """Records the next five steps of this rank, after one of warm-up, in a file for Perfetto."""
+    """Records the next steps of this rank in a file for Perfetto."""
     file = run_directory(cfg) / f"trace_step_{step}_rank_{world.rank}.json"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if world.device.type == "cuda":
@@ -614,7 +620,7 @@ def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
     log_on_rank_0(world, f"Recording five steps in {file}, and so on for each rank")
     profiler = torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=5, repeat=1),
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=PROFILED_STEPS - 1, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(file)),
     )
     profiler.start()
@@ -743,7 +749,8 @@ class SampleStream:
         batch = f"a global batch of {cfg.global_batch_size} samples"
         if rest or count < ranks:
             need = f"it needs a multiple of {cfg.batch_size}, at least one for each rank"
-            raise UserError(f"{batch} on {ranks} ranks: {need}; set --batch-size")
+            remedy = "start a new run with another --batch-size or --global-batch-size"
+            raise UserError(f"{batch} on {ranks} ranks: {need}; {remedy}")
         if cfg.global_batch_size > samples:
             raise UserError(f"{batch} is more than the {samples} of the data: set --batch-size")
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
@@ -1165,7 +1172,9 @@ class Sync:
 
         The sums are in float64. That of "loss" counts each mean loss as often as its items.
         """
-        names = list(self.rows[0][1])
+        names = sorted(self.rows[0][1])  # in the same order on all ranks
+        if any(sorted(row) != names for _, row in self.rows):
+            raise UserError(f"Task.loss() must return the same sums each time: {names}")
         columns = {name: numbers_of([row[name] for _, row in self.rows]) for name in names}
         sums: dict[int, dict[str, float]] = {}
         for place, (interval, _) in enumerate(self.rows):
@@ -1222,7 +1231,7 @@ def numbers_of(values: list) -> list[float]:
 
 
 class MetricsWriter:
-    """Prints metrics and writes them to metrics.jsonl, TensorBoard and W&B. For rank 0.
+    """Prints metrics and writes them to metrics.jsonl, TensorBoard and W&B, on rank 0.
 
     metrics.jsonl has a line of JSON for each record. After a crash it may have a step twice: the
     last record counts.
@@ -1465,7 +1474,7 @@ def write_file(path: Path, write: Callable):
 
 
 class Saver:
-    """Saves checkpoints and the status of the run, and deletes old checkpoints. For rank 0."""
+    """Saves checkpoints and the status of the run, and deletes old ones, on rank 0."""
 
     def __init__(self, task, cfg, world, stream, optimizer):
         self.cfg = cfg

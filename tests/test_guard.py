@@ -963,7 +963,7 @@ def test_a_rank_outside_is_at_fault_while_the_others_initialize_nccl():
 
 @needs_recorder
 def test_a_pause_of_ten_steps_is_a_warning_and_the_run_goes_on(tmp_path):
-    fault = "time.sleep(9 if step == 18 and rank == 1 else 0.1)"
+    fault = "time.sleep(3 if step == 0 else 9 if step == 18 and rank == 1 else 0.1)"
     script = tmp_path / "my_train.py"
     script.write_text(DDP_SCRIPT.replace("# HERE", fault))
     soon = "import hang; hang.EARLY_SECONDS = 2; hang.POLL = 0.5"

@@ -126,6 +126,35 @@ def test_a_task_can_end_the_training_after_an_evaluation(tmp_path):
     assert run.status()["state"] == "finished" and run.status()["global_step"] == 3
 
 
+def test_a_run_that_a_task_ends_at_its_best_evaluation_has_that_as_best(tmp_path):
+    good = "def after_evaluation(self, values): return values['loss'] < 1e9"
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=5", **small(good))
+    assert_same_state(run.checkpoint("best"), run.newest())
+
+
+def test_a_metric_that_is_nan_is_never_the_best(tmp_path):
+    report = "def report(self, sums): return {'loss': float('nan')}"
+    run = train(tmp_path / "run", 1, *QUICK, "--epochs=2", **small(report))
+    assert run.newest()["state"]["best"] is None
+    assert not (run.directory / "best.pt").exists()
+
+
+def test_best_is_kept_in_the_directory_in_which_a_run_goes_on(tmp_path):
+    first = train(tmp_path / "first", 1, *QUICK, "--epochs=1", **small())
+    checkpoint = first.directory / "checkpoint_epoch_1.pt"
+    resume = [f"--resume={checkpoint}", "--epochs=2"]
+    worse = small("def report(self, sums): return {'loss': 1 + sums['count'] % 7}")
+    second = train(tmp_path / "second", 1, *QUICK, *resume, **worse)
+    assert second.checkpoint("best")["state"]["step"] == 6
+
+
+def test_sums_that_differ_between_micro_batches_are_one_sentence(tmp_path):
+    code = "def loss(self, model, batch):\n  loss, _ = super().loss(model, batch)\n"
+    code += "  self.n = getattr(self, 'n', 0) + 1\n  return loss, {f'sum_{self.n}': 1}"
+    message = refuse(tmp_path / "run", *QUICK, "--log-every-steps=2", **small(code))
+    assert "Task.loss() must return the same sums" in message
+
+
 def test_patience_needs_a_metric(tmp_path):
     message = refuse(tmp_path / "run", *QUICK, "--patience=2", **small("best = 'f1'"))
     assert "f1" in message and "Task.best" in message

@@ -92,7 +92,13 @@ def test_the_backend_comes_from_an_option_not_from_a_path(monkeypatch, request_t
 def test_an_old_python():
     """Simulated: there is none here."""
     code = "import runpy, sys; sys.version_info = (3, 8, 10); sys.argv = sys.argv[1:]; "
-    command = [sys.executable, "-c", code + "runpy.run_path(sys.argv[0])", NODE_CHECK, "x.py"]
+    command = [
+        sys.executable,
+        "-c",
+        code + "runpy.run_path(sys.argv[0], run_name='__main__')",
+        NODE_CHECK,
+        "x.py",
+    ]
     env = ENV | {"PYTHONPATH": str(REPO / "scripts")}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")

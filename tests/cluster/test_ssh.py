@@ -372,7 +372,7 @@ def broken(cluster, repo, tmp_path_factory):
         (
             "python_missing",
             2,
-            "node02: .*/bin/python is not Python 3.10 or newer: see scripts/site.sh",
+            "node02: .*/bin/python cannot be executed here: set PYTHON",
         ),
         ("config_missing", 2, f"node02: there is no config {CONFIG} in "),
         (
