@@ -79,7 +79,7 @@ def check_launch(script: str, arguments: list[str], ranks: int, node_rank: int) 
         check_storage(request)
     findings = environment() + shared_memory()
     if report.has_gpu():
-        findings += check_gpus() + attempt(gpu_health)
+        findings += check_gpus()
     for finding in findings:
         if finding.level != "OK":
             text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
@@ -264,7 +264,7 @@ class Finding:
 
 def check_machine(run_directory: str) -> list[Finding]:
     findings = []
-    for check in (software, gpus, gpu_health, shared_memory, limits, cores, host_name, environment):
+    for check in (software, gpus, shared_memory, limits, cores, host_name, environment):
         findings += attempt(check)
     findings += attempt(disks, run_directory)
     return findings
@@ -438,26 +438,6 @@ def unsuitable_build(found: str, rows: list[dict[str, str]]) -> Finding | None:
         return None
     text += f" for CUDA {cuda} needs driver {needed} (or NVIDIA's cuda-compat), not {driver}"
     return Finding("WARN", "GPU driver", text, f"update the driver, or {remedy}")
-
-
-def gpu_health():
-    """What DCGM has found. It reports something only where its health watches are enabled."""
-    command = ["dcgmi", "health", "--check"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return
-    overall = re.search(r"Overall Health[\s:|]+(Warning|Failure)", result.stdout)
-    if not overall:
-        return
-    reasons: list[str] = []
-    for line in result.stdout.splitlines():
-        cells = [cell.strip() for cell in line.split("|")]  # "", name, text, ""
-        if len(cells) == 4 and not re.search("^(Healthy|Warning|Failure|Overall.*)?$", cells[2]):
-            reasons.append(cells[2])
-    text = f"dcgmi health reports: {' '.join(reasons)}"
-    level = "FAIL" if overall[1] == "Failure" else "WARN"
-    yield Finding(level, "GPUs", text, "tell the administrators")
 
 
 def number(text: str) -> float:

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from gpus import gpu, nvidia_smi
-from harness import LAUNCH_VARIABLES, REPO, free_port, write_program
+from harness import LAUNCH_VARIABLES, REPO, free_port
 
 sys.path.append(str(REPO / "scripts"))
 
@@ -263,51 +263,6 @@ def test_it_waits_for_a_minute_at_most_and_not_for_other_users(with_gpu, monkeyp
     with_gpu(os.getpid(), ATTEMPT="2")
     error = capfd.readouterr().err
     assert "waiting" not in error and error.count(IN_USE) == 1
-
-
-WARNING_OF_DCGM = """Health Monitor Report
-+----------------------------------------------------------------------------+
-| Group 1          | Overall Health: Warning                                 |
-+==================+=========================================================+
-| GPU ID: 0        | Warning                                                 |
-|                  | PCIe system: Warning - Detected more than 8 PCIe        |
-|                  | replays per minute for GPU 0: 13                        |
-+------------------+---------------------------------------------------------+
-"""
-FAILURE_OF_DCGM = """\
-+---------------------------+----------------------------------------------------------+
-| Health Monitor Report                                                                |
-+===========================+==========================================================+
-| Overall Health            | Failure                                                  |
-| GPU                       |                                                          |
-| -> 1                      | Failure                                                  |
-|    -> Errors              |                                                          |
-|       -> Memory system    | Failure                                                  |
-|                           | A volatile double-bit error was detected on              |
-|                           | GPU 1.                                                   |
-+---------------------------+----------------------------------------------------------+
-"""
-HEALTHY = FAILURE_OF_DCGM.splitlines()[:3] + ["| Overall Health | Healthy |"]
-ASK = "tell the administrators"
-
-
-@pytest.mark.parametrize(
-    ("output", "level", "text"),
-    [
-        (WARNING_OF_DCGM, "WARN", "more than 8 PCIe replays per minute for GPU 0: 13: "),
-        (FAILURE_OF_DCGM, "FAIL", "reports: A volatile double-bit error was detected on GPU 1.: "),
-        ("\n".join(HEALTHY), "", ""),
-        ("Error: Health watches not enabled. Please enable watches.", "", ""),
-    ],
-)
-def test_what_dcgm_reports_is_a_finding(tmp_path, monkeypatch, output, level, text):
-    """A stand-in for dcgmi, which needs a GPU; its output is that of NVIDIA's documentation and
-    of the tests of DCGM 4."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    write_program(tmp_path / "dcgmi", f'[ "$*" = "health --check" ] && cat <<"END"\n{output}\nEND')
-    found = list(node_check.gpu_health())
-    assert [finding.level for finding in found] == [level] * bool(level)
-    assert not level or f"{text}{ASK}" in str(found[0])
 
 
 def test_a_disk_without_room_for_another_checkpoint_is_refused(check, small_disk, tmp_path):
