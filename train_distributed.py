@@ -375,7 +375,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         if ends or sync.is_due(state.step) or saver.is_planned(state.step):
             flags = [saver.wants_save(state.step), saver.wants_profile()]
             totals, (save, profile) = sync.all_reduce(state.step, flags)
-            metrics.record_intervals(state, totals, sync, optimizer)
+            metrics.record_intervals(state, totals, sync)
             if ends or save or sync.stop_reason:
                 check_replicas(world, model)
                 saver.save(state, model, optimizer, scaler, sync.seconds_left)
@@ -439,18 +439,14 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
     if stream.is_recorded(step + 1):
         if not cfg.clip_grad_norm:
             norm = nn.utils.get_total_norm(gradients_of(optimizer))
-        sync.gradient_norms[step + 1] = norm
+        sync.recorded[step + 1] = (optimizer.param_groups[0]["lr"], norm)
     optimizer.zero_grad()
 
 
 def set_learning_rate(task, cfg, stream, optimizer, step):
+    factor = float(task.lr_factor(cfg, stream.epoch(step)))
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(task, cfg, stream, group, step)
-
-
-def learning_rate(task, cfg, stream, group: dict, step: int) -> float:
-    """Of a parameter group in this step."""
-    return group["initial_lr"] * float(task.lr_factor(cfg, stream.epoch(step)))
+        group["lr"] = group["initial_lr"] * factor
 
 
 def divide_by_items(world, optimizer, counts: list[torch.Tensor], micro_batches: int):
@@ -1146,7 +1142,8 @@ class Sync:
         self.seconds_per_step = 1.0  # since the exchange before
         self.data_wait = 0.0  # the part of it in which the ranks wait for data
         self.seconds_left: float | None = None  # until the first exchange
-        self.gradient_norms: dict[int, torch.Tensor] = {}  # by recorded step, before clipping
+        # Of steps that are recorded: learning rate, and norm of the gradient before clipping.
+        self.recorded: dict[int, tuple[float, torch.Tensor]] = {}
         self.restart(0)
 
     def restart(self, step: int):
@@ -1261,7 +1258,7 @@ class MetricsWriter:
             wandb.init(id=run_id, resume="allow", dir=self.path.parent, config=vars(self.cfg))
             self.trackers.append(wandb.log)
 
-    def record_intervals(self, state, totals, sync, optimizer):
+    def record_intervals(self, state, totals, sync):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
         every = self.cfg.log_every_steps
         for interval, sums in totals.items():
@@ -1271,21 +1268,20 @@ class MetricsWriter:
                 state.epoch_sums[name] = state.epoch_sums.get(name, 0.0) + value
                 state.interval_sums[name] = state.interval_sums.get(name, 0.0) + value
             if self.stream.is_recorded(end):
-                self.record_interval(end, state.interval_sums, sync, optimizer)
+                self.record_interval(end, state.interval_sums, sync)
                 state.interval_sums = {}
 
-    def record_interval(self, step: int, sums, sync, optimizer):
+    def record_interval(self, step: int, sums, sync):
         values = report(self.task, sums)
         rate = self.cfg.global_batch_size / sync.seconds_per_step
         epoch = step * self.cfg.global_batch_size / self.stream.samples
         left = timedelta(seconds=round(sync.seconds_left))
         line = f"  step {step}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
         log_on_rank_0(self.world, f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
-        group = optimizer.param_groups[0]
-        values["lr"] = learning_rate(self.task, self.cfg, self.stream, group, step - 1)
+        values["lr"], norm = sync.recorded.pop(step)
         values["samples_per_second"] = rate
         values["data_wait"] = sync.data_wait  # share of the time
-        values["gradient_norm"] = float(sync.gradient_norms.pop(step))
+        values["gradient_norm"] = float(norm)
         values["seconds_left"] = sync.seconds_left
         if self.world.device.type == "cuda":
             values["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # at its peak
