@@ -750,7 +750,6 @@ class SampleStream:
         if cfg.global_batch_size > samples:
             raise UserError(f"{batch} is more than the {samples} of the data: set --batch-size")
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
-        self.orders: dict[int, torch.Tensor] = {}  # of two epochs
         text = f"Global batch {cfg.global_batch_size} = {count} x {cfg.batch_size}"
         log_on_rank_0(world, f"{text}; {samples / cfg.global_batch_size:.4g} steps per epoch")
 
@@ -784,24 +783,22 @@ class SampleStream:
 
     def order(self, epoch: int, device) -> torch.Tensor:
         """The keys of this epoch's samples in their order; a key is epoch * samples + index."""
-        if epoch not in self.orders:
-            generator = torch.Generator().manual_seed(derive_seed(self.cfg.seed, "order", epoch))
-            order = torch.randperm(self.samples, generator=generator) + epoch * self.samples
-            self.orders.pop(epoch - 2, None)
-            self.orders[epoch] = order.to(device)
-        return self.orders[epoch]
+        generator = torch.Generator().manual_seed(derive_seed(self.cfg.seed, "order", epoch))
+        order = torch.randperm(self.samples, generator=generator) + epoch * self.samples
+        return order.to(device)
 
     def keys(self, step: int, device) -> Iterator[torch.Tensor]:
         """The keys int64 [b] of this rank's micro-batches, from this step to the last one."""
         b = self.cfg.batch_size
+        order = functools.lru_cache(maxsize=2)(self.order)  # a micro-batch may be of two epochs
         while step < self.steps_of(self.cfg.epochs):
             for micro in self.micro_batches:
                 begin = step * self.cfg.global_batch_size + micro * b
                 epoch, place = divmod(begin, self.samples)
-                keys = self.order(epoch, device)[place : place + b]
+                keys = order(epoch, device)[place : place + b]
                 missing = b - len(keys)
                 if missing:
-                    keys = torch.cat([keys, self.order(epoch + 1, device)[:missing]])
+                    keys = torch.cat([keys, order(epoch + 1, device)[:missing]])
                 yield keys
             step += 1
 
