@@ -62,7 +62,7 @@ try:
     import yaml
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any number of dimensions
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
     from torch.utils.data import (
         DataLoader,
@@ -813,23 +813,20 @@ def batches_of(task, cfg, world, dataset, keys: Callable) -> Iterator:
         return
     lists = (micro_batch.tolist() for micro_batch in keys(torch.device("cpu")))
     side = torch.cuda.Stream() if world.device.type == "cuda" else None
+
+    def to_device(tensor):
+        return tensor.to(world.device, non_blocking=True)
+
     for batch in get_dataloader(task, cfg, world, dataset, lists):
         with torch.cuda.stream(side):  # copy it while the last step runs
-            batch = tree_map(lambda part: to_device(part, world.device), batch)
+            batch = tree_map_only(torch.Tensor, to_device, batch)
         if side:
-            torch.cuda.current_stream().wait_stream(side)
-            tree_map(keep_for_stream, batch)
+            current = torch.cuda.current_stream()
+            current.wait_stream(side)
+            for part in tree_leaves(batch):
+                if isinstance(part, torch.Tensor):
+                    part.record_stream(current)  # until it is done, the memory is not reused
         yield batch
-
-
-def to_device(part, device):
-    return part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part
-
-
-def keep_for_stream(part):
-    """Memory of another CUDA stream: do not reuse it before this stream is done with it."""
-    if isinstance(part, torch.Tensor):
-        part.record_stream(torch.cuda.current_stream())
 
 
 def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
