@@ -1759,7 +1759,6 @@ FREE_OPTIONS |= {"distributed_backend", "hang_timeout", "eval_every_steps", "pat
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "dataset", "model", "image_size"}
 FIXED_OPTIONS |= {"optimizer"}
-PATH_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "data_dir"}
 
 
 class UserError(Exception):
@@ -1856,17 +1855,17 @@ def build_parser(task) -> Parser:
                     allow_abbrev=False)  # fmt: skip
     add = parser.add_argument
     switch = argparse.BooleanOptionalAction
-    add("--config", metavar="FILE", help="YAML file of options; the command line overrides it")
-    add("--evaluate", metavar="FILE.pt", help="only evaluate this checkpoint, with its options")
-    add("--checkpoint-dir", "--save-dir", help="of this run, to resume it from [checkpoints]")
-    add("--resume", default="auto", help="auto, none, or a FILE.pt for a new directory [auto]")
-    add("--init", metavar="FILE.pt", help="begin with the weights of another run")
+    add("--config", type=path, metavar="FILE", help="options in YAML; the command line wins")
+    add("--evaluate", type=path, metavar="FILE.pt", help="evaluate this file only, by its options")
+    add("--checkpoint-dir", "--save-dir", type=path, help="of this run, to resume it [checkpoints]")
+    add("--resume", type=path, default="auto", help="auto, none, FILE.pt for new directory [auto]")
+    add("--init", type=path, metavar="FILE.pt", help="begin with the weights of another run")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
     add("--stop-at-step", type=positive_int, help="save and exit at this step; same schedule")
     add("--seed", type=natural, default=42, help="random seed [42]")
     add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
     add("--reproducible", action=switch, default=False, help="same weights on any number of ranks")
-    add("--data-dir", default="data", help="where the data is, or is downloaded to [data]")
+    add("--data-dir", type=path, default="data", help="where data is, or is downloaded to [data]")
     add("--num-workers", type=natural, help="loader workers, for files [cores of a rank]")
     add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
     add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
@@ -1896,6 +1895,14 @@ def build_parser(task) -> Parser:
     except argparse.ArgumentError as error:
         raise UserError(f"{type(task).__name__}.add_options(): {error}") from None
     return parser
+
+
+def path(text: str) -> str:
+    """Replaces ~ and $VARIABLES: a shell does not after a =, and nobody in a config file."""
+    text = os.path.expandvars(os.path.expanduser(text))
+    if "$" in text:
+        raise argparse.ArgumentTypeError(f"{text}: this variable is not set")
+    return text
 
 
 def natural(text: str) -> int:
@@ -1928,30 +1935,15 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     """
     parser = build_parser(task or Task())
     files = Parser(add_help=False, allow_abbrev=False)
-    files.add_argument("--config")
-    files.add_argument("--evaluate")
+    files.add_argument("--config", type=path)
+    files.add_argument("--evaluate", type=path)
     given, _ = files.parse_known_args(argv)
-    expand_paths(given)
     if given.evaluate:
         saved = load_checkpoint(Path(given.evaluate))["config"]
         parser.set_defaults(**saved | {"nodes": None, "gpus_per_node": None})
     # The launchers always name a config; a checkpoint has its own options.
     words = read_config(given.config, parser) if given.config and not given.evaluate else []
-    cfg = parser.parse_args(words + argv)
-    expand_paths(cfg)
-    return cfg
-
-
-def expand_paths(cfg):
-    """Replace ~ and $VARIABLES, which a shell does not do after a = and nobody in a config file."""
-    for name in PATH_OPTIONS & vars(cfg).keys():
-        value = getattr(cfg, name)
-        if value:
-            value = os.path.expandvars(os.path.expanduser(value))
-            setattr(cfg, name, value)
-            if "$" in value:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option} {value}: this variable is not set")
+    return parser.parse_args(words + argv)
 
 
 def read_config(file: str, parser) -> list[str]:

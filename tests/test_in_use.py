@@ -255,7 +255,7 @@ def test_home_and_variables_are_replaced_in_paths(tmp_path, monkeypatch):
     cfg = parse_config([f"--config={file}", "--init=~/one.pt"])
     paths = (cfg.data_dir, cfg.checkpoint_dir, cfg.init)
     assert paths == ("/scratch/data", "/home/jane/runs", "/home/jane/one.pt")
-    with pytest.raises(UserError, match="--data-dir .ABSENT/data: this variable is not set"):
+    with pytest.raises(UserError, match="--data-dir: .ABSENT/data: this variable is not set"):
         parse_config(["--data-dir=$ABSENT/data"])
 
 
