@@ -371,9 +371,9 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         if profiler:
             profiler.step()
             profiler = None if profiler.step_num == PROFILED_STEPS else profiler
-        ends = stream.evaluates_after(state.step) or state.step == last_step
-        if ends or sync.is_due(state.step) or saver.is_planned(state.step):
-            flags = [saver.wants_save(state.step), saver.wants_profile()]
+        ends = stream.saves_after(state.step) or state.step == last_step
+        if ends or sync.is_due(state.step):
+            flags = [saver.wants_save(), saver.wants_profile()]
             totals, (save, profile) = sync.all_reduce(state.step, flags)
             metrics.record_intervals(state, totals, sync)
             if ends or save or sync.stop_reason:
@@ -764,6 +764,11 @@ class SampleStream:
     def evaluates_after(self, step: int) -> bool:
         every = self.cfg.eval_every_steps
         return self.ends_epoch(step) or bool(step and every and step % every == 0)
+
+    def saves_after(self, step: int) -> bool:
+        """By the number of the step alone; Saver.wants_save() has other reasons."""
+        every = self.cfg.checkpoint_every_steps
+        return self.evaluates_after(step) or bool(every and step % every == 0)
 
     def is_recorded(self, step: int) -> bool:
         return step % self.cfg.log_every_steps == 0 or self.ends_epoch(step)
@@ -1512,17 +1517,12 @@ class Saver:
         if path.parent == self.directory:
             self.saved_step = state.step
 
-    def is_planned(self, step: int) -> bool:
-        """Whether --checkpoint-every-steps wants a checkpoint of this step."""
-        every = self.cfg.checkpoint_every_steps
-        return every is not None and step % every == 0
-
-    def wants_save(self, step: int) -> bool:
-        """Whether to save after this step; False on other ranks than 0."""
+    def wants_save(self) -> bool:
+        """Whether to save now, by the clock or a file SAVE. False on other ranks than 0."""
         if self.world.rank != 0:
             return False
         is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-        return is_late or self.is_planned(step) or (self.directory / "SAVE").exists()
+        return is_late or (self.directory / "SAVE").exists()
 
     def wants_profile(self) -> bool:
         """Whether there is a file PROFILE; removes it. False on other ranks than 0."""
