@@ -1650,9 +1650,10 @@ def find_checkpoint(cfg) -> Path | None:
         except UserError as error:
             log(f"WARNING: skipped: {error}", sys.stderr)
     for _, path, checkpoint in sorted(readable, reverse=True):
-        damaged = damaged_tensor(checkpoint)
-        if damaged:
-            log(f"WARNING: skipped: {path} is damaged ({damaged})", sys.stderr)
+        try:
+            check_digests(path, checkpoint)
+        except UserError as error:
+            log(f"WARNING: skipped: {error}", sys.stderr)
             continue
         for option in ("resume", "init"):  # what the run began with is no contradiction
             now = getattr(cfg, option)
@@ -1697,21 +1698,19 @@ def tensors_of(checkpoint: dict) -> dict[str, torch.Tensor]:
     return named
 
 
-def damaged_tensor(checkpoint: dict) -> str:
-    """The name of the first tensor that is not as it was saved; "" if all are."""
+def check_digests(path: Path, checkpoint: dict):
+    """UserError if a tensor is not as it was saved."""
     tensors = tensors_of(checkpoint)
-    now = digests_of(tensors.values()).tolist()
     saved = checkpoint["digests"]
-    damaged = [name for name, digest in zip(tensors, now) if digest != saved.get(name, digest)]
-    return damaged[0] if damaged else ""
+    for name, digest in zip(tensors, digests_of(tensors.values()).tolist()):
+        if digest != saved.get(name, digest):
+            raise UserError(f"{path} is damaged ({name})")
 
 
 def load_intact(path: Path) -> dict:
-    """load_checkpoint(); UserError if a tensor is not as it was saved."""
+    """load_checkpoint() with check_digests()."""
     checkpoint = load_checkpoint(path)
-    damaged = damaged_tensor(checkpoint)
-    if damaged:
-        raise UserError(f"{path} is damaged ({damaged})")
+    check_digests(path, checkpoint)
     return checkpoint
 
 
