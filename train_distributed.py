@@ -1181,11 +1181,11 @@ class Sync:
                 total[name] += row[name]
         self.rows.clear()
         numbers = [value for total in sums.values() for value in total.values()]
-        numbers = self.agree(step, [*numbers, *map(float, flags)])
-        for place, total in enumerate(sums.values()):
-            begin = place * len(names)
-            total.update(zip(names, numbers[begin : begin + len(names)]))
-        return sums, [number > 0 for number in numbers[len(numbers) - len(flags) :]]
+        agreed = iter(self.agree(step, [*numbers, *flags]))
+        for total in sums.values():
+            for name in names:
+                total[name] = next(agreed)
+        return sums, [number > 0 for number in agreed]
 
     def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
         """The sums of the numbers over all ranks; sets stop_reason. Collective."""
@@ -1195,7 +1195,7 @@ class Sync:
         seconds = (time.monotonic() - self.time) / steps / ranks
         waited = self.seconds_waited / steps / ranks
         reasons = self.requests.poll(self.world.rank) if self.requests else []
-        flags = [float(reason in reasons) for reason in STOP_REASONS]
+        flags = [reason in reasons for reason in STOP_REASONS]
         sums = [*numbers, seconds, waited, *flags]
         if ranks > 1:
             vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
