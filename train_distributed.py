@@ -1021,20 +1021,18 @@ def on_rank_0(world, function: Callable, *arguments):
 
     If it raises an error, rank 0 raises that, and the other ranks exit with code 2.
     """
-    outcome = [None, None]  # result, error
-    if world.rank == 0:
-        try:
-            outcome[0] = function(*arguments)
-        except Exception as error:
-            if world.world_size > 1:
-                dist.broadcast_object_list([None, "failed"])
-            raise error
-    if world.world_size > 1:
-        dist.broadcast_object_list(outcome)
-    if outcome[1]:
+    outcome = [None, True]  # result, whether it has failed
+    try:
+        if world.rank == 0:
+            outcome = [function(*arguments), False]
+    finally:  # also after an error
+        if world.world_size > 1:
+            dist.broadcast_object_list(outcome)
+    result, has_failed = outcome
+    if has_failed:
         time.sleep(2)  # let rank 0 print it first: launchers kill the rest
         raise SystemExit(2)
-    return outcome[0]
+    return result
 
 
 class ExactGradients:
