@@ -1827,11 +1827,6 @@ def code_version() -> str:
     return ", ".join(parts)
 
 
-def script_name() -> str:
-    """For example my_train.py: what was started, for help and error messages."""
-    return Path(sys.argv[0]).name
-
-
 class Parser(argparse.ArgumentParser):
     """Raises UserError where argparse would print its usage and exit."""
 
@@ -1848,8 +1843,7 @@ def build_parser(task) -> Parser:
     """The options, one per line. They are also the keys of a config file, with _ instead of -."""
     started = sys.modules["__main__"]
     style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(script_name(), description=started.__doc__, formatter_class=style,
-                    allow_abbrev=False)  # fmt: skip
+    parser = Parser(description=started.__doc__, formatter_class=style, allow_abbrev=False)
     add = parser.add_argument
     switch = argparse.BooleanOptionalAction
     add("--config", type=path, metavar="FILE", help="options in YAML; the command line wins")
@@ -1996,7 +1990,7 @@ def main(task: Task | None = None, argv: list[str] | None = None):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # its launcher may end this rank
         if not is_launched_as_rank_0():
             time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
-        log(f"{script_name()}: error: {error}", sys.stderr)
+        log(f"{Path(sys.argv[0]).name}: error: {error}", sys.stderr)
         raise SystemExit(2) from error
     finally:
         faulthandler.cancel_dump_traceback_later()  # a script may go on after main()
