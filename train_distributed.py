@@ -1600,9 +1600,9 @@ class Saver:
 
     def delete_old(self, name: str):
         """Keep only the newest checkpoints, among them the one with this name."""
-        others = [path for path in checkpoints_in(self.directory) if path.name != name]
-        others.sort(key=self.step_of)
-        for old in others[: max(0, len(others) + 1 - self.cfg.keep)]:
+        paths = checkpoints_in(self.directory)
+        paths.sort(key=lambda path: (path.name == name, self.step_of(path)))
+        for old in paths[: -self.cfg.keep]:
             old.unlink(missing_ok=True)
 
     def step_of(self, path: Path) -> int:
