@@ -597,8 +597,7 @@ def set_training_mode(model: nn.Module):
     """model.train(), except for BatchNorm in frozen parts: its statistics must not change."""
     model.train()
     for part in model.modules():
-        parameters = list(part.parameters())
-        if parameters and not any(p.requires_grad for p in parameters):
+        if {p.requires_grad for p in part.parameters()} == {False}:  # frozen, and not without any
             for module in part.modules():
                 if isinstance(module, BatchNorm):
                     module.eval()
