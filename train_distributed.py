@@ -47,7 +47,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
@@ -1499,8 +1499,7 @@ class Saver:
         saved = checkpoint["optimizer"]["param_groups"]
         for group, before, now in zip(saved, checkpoint["first_groups"], self.first_groups):
             # For example {"weight_decay"}. Not "params": they say which weights the state is of.
-            changed = {name for name in now if name != "params" and now[name] != before.get(name)}
-            group.update({name: now[name] for name in changed})
+            group.update({k: v for k, v in now.items() if k != "params" and v != before.get(k)})
         try:
             # Not tensors that are mapped: a deleted file would keep its place on the disk.
             optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
@@ -1545,7 +1544,7 @@ class Saver:
             "config": vars(self.cfg),
             "code": self.code,
             "run_id": self.run_id,
-            "state": asdict(state),
+            "state": vars(state),
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "first_groups": self.first_groups,
