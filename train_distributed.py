@@ -278,15 +278,15 @@ def image_folders(root: Path, size: int) -> tuple[Dataset, Dataset]:
 
 def read_image(path: str):
     """An RGB image of Pillow, as a viewer shows it: upright, and 16-bit gray as 8-bit."""
-    image_module = importlib.import_module("PIL.Image")
-    operations = importlib.import_module("PIL.ImageOps")
+    from PIL import Image, ImageOps  # here: other tasks need no Pillow
+
     try:
-        with image_module.open(path) as file:
-            image = operations.exif_transpose(file)
-    except (OSError, image_module.DecompressionBombError) as error:
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file)
+    except (OSError, Image.DecompressionBombError) as error:
         raise OSError(f"{path}: {error}") from None
     if image.mode.startswith("I;16"):
-        image = image_module.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 
 
