@@ -1625,9 +1625,9 @@ class Saver:
             "time": time.time(),
         }
         text = json.dumps(status).encode()
-        write_file(self.directory / "status.json", lambda file: file.write(text))
-        if os.environ.get("STATUS_FILE"):
-            write_file(Path(os.environ["STATUS_FILE"]), lambda file: file.write(text))
+        for path in [self.directory / "status.json", os.environ.get("STATUS_FILE")]:
+            if path:
+                write_file(Path(path), lambda file: file.write(text))
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
