@@ -937,7 +937,7 @@ def launch_variable(name: str, default: int) -> int:
 
 def is_launched_as_rank_0() -> bool:
     """For messages before setup_distributed(), and where there is no World."""
-    return os.environ.get("RANK") in (None, "", "0")
+    return launch_variable("RANK", 0) == 0
 
 
 def select_device(local_rank: int, world_size: int) -> torch.device:
