@@ -1193,13 +1193,13 @@ class Sync:
         waited = self.seconds_waited / steps / ranks
         reasons = self.requests.poll(self.world.rank) if self.requests else []
         flags = [reason in reasons for reason in STOP_REASONS]
-        sums = [*numbers, seconds, waited, *flags]
+        sums = [seconds, waited, *flags, *numbers]
         if ranks > 1:
             vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
             dist.all_reduce(vector)
             sums = vector.tolist()
-        seconds, waited, *flags = sums[len(numbers) :]
-        reasons = [reason for reason, flag in zip(STOP_REASONS, flags) if flag]
+        seconds, waited, *rest = sums
+        reasons = [reason for reason, flag in zip(STOP_REASONS, rest) if flag]
         if reasons:
             self.stop_reason = reasons[0]
         self.seconds_per_step = seconds  # the mean of all ranks
@@ -1207,7 +1207,7 @@ class Sync:
         self.seconds_left = (self.last_step - step) * seconds
         # The first steps are slow: approach the right number by doubling it.
         self.steps_between = max(1, min(2 * steps, int(self.SECONDS / seconds)))
-        return sums[: len(numbers)]
+        return rest[len(STOP_REASONS) :]
 
 
 def start_hang_timer(cfg):
