@@ -1260,9 +1260,9 @@ class MetricsWriter:
         for interval, sums in totals.items():
             end = min(interval * every + every, state.step)
             check_loss(sums, f"in the steps {interval * every + 1} to {end}")
-            for name, value in sums.items():
-                state.epoch_sums[name] = state.epoch_sums.get(name, 0.0) + value
-                state.interval_sums[name] = state.interval_sums.get(name, 0.0) + value
+            for longer in (state.epoch_sums, state.interval_sums):
+                for name, value in sums.items():
+                    longer[name] = longer.get(name, 0.0) + value
             if self.stream.is_recorded(end):
                 self.record_interval(end, state.interval_sums, sync)
                 state.interval_sums = {}
