@@ -1312,7 +1312,7 @@ class MetricsWriter:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            log(f"WARNING: cannot write metrics: {error}", sys.stderr)
+            warn(f"cannot write metrics: {error}")
         numbers = {f"{kind}/{name}": v for name, v in values.items() if v is not None}
         for track in self.trackers:
             track(numbers, step)
@@ -1350,6 +1350,10 @@ def log(text: str, stream=None):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def warn(text: str):
+    log(f"WARNING: {text}", sys.stderr)
+
+
 def log_on_rank_0(world, text: str):
     if world.rank == 0:
         log(text)
@@ -1374,7 +1378,7 @@ class StopRequests:
         except ValueError:
             raise UserError(f"DEADLINE is {end}, not seconds since 1970") from None
         if time_left < 0:  # of a Slurm job that has ended, in whose terminal this was started
-            log("WARNING: ignored a DEADLINE or SLURM_JOB_END_TIME that is over", sys.stderr)
+            warn("ignored a DEADLINE or SLURM_JOB_END_TIME that is over")
             time_left = math.inf
         self.deadline = time.time() + time_left - min(120, time_left / 10)  # time to save
         for number in STOP_SIGNALS:
@@ -1443,7 +1447,7 @@ def try_lock(lock: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        log(f"WARNING: no lock against a second process in this directory ({error})", sys.stderr)
+        warn(f"no lock against a second process in this directory ({error})")
     return True
 
 
@@ -1562,7 +1566,7 @@ class Saver:
             if self.has_failed:
                 raise
             self.has_failed = True
-            log(f"WARNING: {error}", sys.stderr)
+            warn(f"{error}")
         if self.is_first and not self.has_failed:
             self.read_back(self.directory / name)
         self.last_save = time.monotonic()
@@ -1593,7 +1597,7 @@ class Saver:
             os.link(self.directory / self.name_of(step), temporary)
             temporary.replace(self.directory / "best.pt")
         except OSError as error:  # that save has failed
-            log(f"WARNING: cannot keep the best checkpoint: {error}", sys.stderr)
+            warn(f"cannot keep the best checkpoint: {error}")
         temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
     def delete_old(self, name: str):
@@ -1644,12 +1648,12 @@ def find_checkpoint(cfg) -> Path | None:
             checkpoint = load_checkpoint(path)
             readable.append((checkpoint["state"]["step"], path, checkpoint))
         except UserError as error:
-            log(f"WARNING: skipped: {error}", sys.stderr)
+            warn(f"skipped: {error}")
     for _, path, checkpoint in sorted(readable, reverse=True):
         try:
             check_digests(path, checkpoint)
         except UserError as error:
-            log(f"WARNING: skipped: {error}", sys.stderr)
+            warn(f"skipped: {error}")
             continue
         for option in ("resume", "init"):  # what the run began with is no contradiction
             now = getattr(cfg, option)
