@@ -71,7 +71,7 @@ def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny, ba
     message = refuse(tmp_path / "r", *tiny, f"--global-batch-size={batch}", ranks=ranks)
     assert message == (
         f"a global batch of {batch} samples on {ranks} ranks: it needs a multiple of 8, at least "
-        "one for each rank; set --batch-size"
+        "one for each rank; start a new run with another --batch-size or --global-batch-size"
     )
 
 
