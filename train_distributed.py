@@ -1835,7 +1835,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         hint = did_you_mean(unknown[1], [*self._option_string_actions]) if unknown else ""
-        raise UserError(message + hint)
+        raise UserError(message[:1000] + hint)
 
     def defaults(self) -> dict:
         return {action.dest: action.default for action in self._actions}
