@@ -69,7 +69,7 @@ gpus_per_node() {
 
 # takes OPTION: whether the training script has it. Those that import train_distributed have its options.
 takes() {
-  [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
+  [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
 }
 
 main() {

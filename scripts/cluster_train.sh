@@ -72,7 +72,7 @@ node_rank_among() {
 
 # takes OPTION: whether the training script has it. Those that import train_distributed have its options.
 takes() {
-  [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" "$TRAIN_SCRIPT"
+  [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
 }
 
 # run_ranks COMMAND...: runs torchrun until it exits. Stop signals are forwarded to its ranks, which
@@ -90,7 +90,7 @@ run_ranks() {
   [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
   trap stop HUP TERM USR1 USR2
   trap 'echo "stopping: all ranks save and exit; press Ctrl-C again to kill them"; stop' INT
-  trap 'pkill -QUIT -P "$child" || true' QUIT
+  trap 'pkill -QUIT -P "$(torchrun_process)" || true' QUIT
   # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
   export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP}" # not SIGQUIT
   (trap '' USR1 USR2 QUIT && exec "${alone[@]}" "$@") &
@@ -105,13 +105,18 @@ run_ranks() {
   return "$status"
 }
 
+# torchrun_process: prints its id; in a container, it is the child of Apptainer.
+torchrun_process() {
+  [[ -n "${APPTAINER_IMAGE:-}" ]] && pgrep -P "$child" || echo "$child"
+}
+
 stop() {
   if [[ -z "$child" ]]; then
     stop_received=1
     return
   fi
-  local torchrun="$child"
-  [[ -z "${APPTAINER_IMAGE:-}" ]] || torchrun="$(pgrep -P "$child")" || torchrun="$child"
+  local torchrun
+  torchrun="$(torchrun_process)"
   # shellcheck disable=SC2064
   trap "pkill -KILL -P $torchrun || true; kill -KILL $torchrun $child || true" INT
   local ranks

@@ -141,7 +141,9 @@ class HangWatch:
         if len(ends) < 2:
             return False
         usual = (ends[-1] - ends[0]) / 1e9 / (len(ends) - 1)
-        return self.quiet > max(EARLY_SECONDS, 10 * usual) and bool(waits_for())
+        is_late = self.quiet > max(EARLY_SECONDS, 10 * usual)
+        has_time = self.quiet < self.timeout() - 30  # else, the end is near
+        return is_late and has_time and bool(waits_for())
 
     def warn(self) -> None:
         """Print what the error would say; the run goes on."""

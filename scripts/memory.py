@@ -16,6 +16,11 @@ SECONDS = 10  # between two looks
 
 def watch(over: threading.Event) -> None:
     """Return after the warning, or when the script is over."""
+    with suppress(Exception):  # a container may hide these files
+        watch_until(over)
+
+
+def watch_until(over: threading.Event) -> None:
     first: dict[int, int] = {}  # what the processes used when they were first seen
     while not over.wait(SECONDS):
         sizes = sizes_of_ranks()

@@ -365,10 +365,13 @@ def count_gpus() -> int:
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in os.environ:
             return len([device for device in os.environ[name].split(",") if device not in HIDE_ALL])
-    with suppress(RuntimeError):
+    try:
         rows = nvidia_smi("gpu", ["uuid"])
-        if rows:
+        if rows or shutil.which("nvidia-smi"):
             return len(rows)
+    except RuntimeError as error:
+        if "No devices" in str(error):  # Slurm hides those that the job has not requested
+            return 0
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # AMD's; 0: a CPU
     amd = [node for node in nodes if node.read_text().strip() not in ("", "0")]
     return len(amd) or len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -120,6 +120,9 @@ def main():
         return 2
     if never_restarts(command):
         os.environ["ATTEMPT"] = "1"
+        nodes = nodes_of_job()
+        if nodes and is_srun(command):
+            choose_master(os.environ, nodes)
         os.execvp(command[0], command)
     logs = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs")
     job, claim = claim_job()
@@ -555,27 +558,16 @@ class Supervisor:
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
-        if self.nodes:
-            self.choose_master(env)
+        if self.nodes and is_srun(self.command):
+            choose_master(env, self.nodes)
         if self.nodes != self.job_nodes:
             env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)  # srun uses these nodes only
             env["SLURM_NNODES"] = str(len(self.nodes))
         return env
 
-    def choose_master(self, env):
-        """MASTER_ADDR and MASTER_PORT for all nodes; the port is free, if this is the first one."""
-        from guard import free_port, port_of_job  # an older Python cannot read that file
-
-        master = env.get("MASTER_ADDR") or self.nodes[0]
-        port = env.get("MASTER_PORT") or port_of_job(env)
-        if not env.get("MASTER_PORT") and name_among([HOST], master):
-            port = free_port(port)
-        env["MASTER_ADDR"] = master
-        env["MASTER_PORT"] = str(port)
-
     def command_on_nodes(self):
         """COMMAND; srun is told the nodes of this attempt."""
-        if not self.nodes or Path(self.command[0]).name != "srun":
+        if not self.nodes or not is_srun(self.command):
             return self.command
         nodes = [f"--nodes={len(self.nodes)}", f"--nodelist={','.join(self.nodes)}"]
         return [self.command[0], *nodes, *self.command[1:]]
@@ -793,6 +785,23 @@ def choose_nodes(nodes, left_out, wanted):
     if len(good) < wanted or not good:
         good = nodes
     return good[:wanted] if wanted else good
+
+
+def is_srun(command):
+    """Other launchers choose their nodes themselves."""
+    return Path(command[0]).name == "srun"
+
+
+def choose_master(env, nodes):
+    """MASTER_ADDR and MASTER_PORT for all nodes; the port is free, if this is the first one."""
+    from guard import free_port, port_of_job  # an older Python cannot read that file
+
+    master = env.get("MASTER_ADDR") or nodes[0]
+    port = env.get("MASTER_PORT") or port_of_job(env)
+    if not env.get("MASTER_PORT") and name_among([HOST], master):
+        port = free_port(port)
+    env["MASTER_ADDR"] = master
+    env["MASTER_PORT"] = str(port)
 
 
 def name_among(nodes, host):

@@ -713,6 +713,18 @@ def test_a_job_without_a_spare_is_requeued_without_the_node(supervisor):
     assert module.decide(facts._replace(signals=["SIGINT"])) == module.Decision.STOP_REQUESTED
 
 
+def test_only_srun_is_told_the_nodes_and_the_master(supervisor, monkeypatch):
+    """A launcher that uses ssh, inside an allocation, has hosts of its own."""
+    _, us = supervisor
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    us.job_nodes = us.nodes = ["n1", "n2"]
+    us.name_files()
+    assert us.command_on_nodes() == ["true"] and "MASTER_ADDR" not in us.environment()
+    us.command = ["srun", "x"]
+    assert us.command_on_nodes() == ["srun", "--nodes=2", "--nodelist=n1,n2", "x"]
+    assert us.environment()["MASTER_ADDR"] == "n1" and us.environment()["MASTER_PORT"]
+
+
 def test_the_nodes_beyond_nnodes_are_spares():
     module = load(SUPERVISE)
     assert module.choose_nodes(["a", "b", "c"], [], 2) == ["a", "b"]
