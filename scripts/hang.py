@@ -20,6 +20,7 @@ from report import HOST, has_gpu, ranks_by_host, seconds, wait_for, write_failur
 
 ENDED = "has ended"
 POLL = 5  # seconds between checks for a hang that another rank has found
+QUIET_SECONDS = 30  # without progress, at most, before the recorder is asked for a limit
 EARLY_SECONDS = 60  # without a step, at least, before the warning
 COMPILING_CODE = re.compile(  # is on the stack only while it compiles
     r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|async_compile|codecache))\.py$"
@@ -98,7 +99,7 @@ class HangWatch:
             if progress != previous:
                 since = time.monotonic()
             self.quiet = time.monotonic() - since
-            is_late = self.quiet > 2 and self.quiet > self.timeout()
+            is_late = self.quiet > self.timeout()
             if self.found.is_set() or (is_late and waits_for()):
                 self.exit_all()
 
@@ -114,10 +115,13 @@ class HangWatch:
 
     def timeout(self) -> float:
         """Seconds without progress that are a hang: earlier than PyTorch's own limit."""
-        if self.fixed_timeout is None:
-            limits = [entry["timeout_ms"] / 1000 for entry in pending() if entry.get("timeout_ms")]
-            return 0.9 * min(limits, default=timeout_of_process_group())
-        return self.fixed_timeout or math.inf
+        if self.fixed_timeout is not None:
+            return self.fixed_timeout or math.inf
+        usual = timeout_of_process_group()
+        if self.quiet < min(QUIET_SECONDS, 0.9 * usual):  # to read the recorder takes time
+            return 0.9 * usual
+        limits = [entry["timeout_ms"] / 1000 for entry in pending() if entry.get("timeout_ms")]
+        return 0.9 * min(limits, default=usual)
 
     def on_step(self, *_) -> None:
         self.steps += 1
@@ -141,9 +145,10 @@ class HangWatch:
         if len(ends) < 2:
             return False
         usual = (ends[-1] - ends[0]) / 1e9 / (len(ends) - 1)
-        is_late = self.quiet > max(EARLY_SECONDS, 10 * usual)
+        if self.quiet < max(EARLY_SECONDS, 10 * usual):
+            return False
         has_time = self.quiet < self.timeout() - 30  # else, the end is near
-        return is_late and has_time and bool(waits_for())
+        return has_time and bool(waits_for())
 
     def warn(self) -> None:
         """Print what the error would say; the run goes on."""

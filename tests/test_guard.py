@@ -1023,6 +1023,7 @@ class Pending:
 def test_the_limit_is_that_of_the_group_in_which_the_rank_waits(monkeypatch):
     watch = hang.HangWatch.__new__(hang.HangWatch)
     watch.fixed_timeout = None
+    watch.quiet = 60.0
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Pending(7_200_000))
     assert watch.timeout() == 6480
     watch.fixed_timeout = 30.0  # HANG_TIMEOUT
@@ -1041,6 +1042,7 @@ def test_compiling_is_seen_on_the_stack():
 def test_the_limit_follows_the_timeout_of_the_process_group():
     watch = hang.HangWatch.__new__(hang.HangWatch)
     watch.fixed_timeout = None
+    watch.quiet = 60.0
     assert watch.timeout() == 540  # as with NCCL
 
     def init_process_group(timeout):
