@@ -61,20 +61,23 @@ ANYWAY = "(or set PREFLIGHT=0 to launch anyway)"
 
 def main() -> None:
     args = parse(sys.argv[1:])
-    ranks = args.nproc_per_node or count_gpus() or 1
-    check_launch(args.script, args.arguments, ranks, args.node_rank)
+    gpu_count = count_gpus()
+    ranks = args.nproc_per_node or gpu_count or 1
+    check_launch(args.script, args.arguments, gpu_count, ranks, args.node_rank)
     if args.master_addr and args.master_port:
         check_master(args)
-    report.print_answer(str(count_gpus()))
+    report.print_answer(str(gpu_count))
 
 
-def check_launch(script: str, arguments: list[str], ranks: int, node_rank: int) -> None:
+def check_launch(
+    script: str, arguments: list[str], gpu_count: int, ranks: int, node_rank: int
+) -> None:
     """Refuse a launch that would fail on this node; print what slows it down."""
     if sys.version_info < (3, 10):  # noqa: UP036
         refuse(f"{sys.executable} is not Python 3.10 or newer: see scripts/site.sh")
     request = read_request(arguments)
     check_packages(script)
-    check_backend(request, ranks, count_gpus())
+    check_backend(request, ranks, gpu_count)
     if node_rank == 0 and report.is_first_attempt():
         check_storage(request)
     findings = environment() + shared_memory()
@@ -347,7 +350,7 @@ def gpus() -> list[Finding]:
     findings = []
     for row in rows:
         findings += gpu_problems(row, processes)
-    count = count_gpus()
+    count = len(rows) or count_gpus()
     if count == 0:
         return [*findings, Finding("OK", "GPUs", "none: uses the CPU")]
     names = sorted({row["name"] for row in rows})
