@@ -14,9 +14,8 @@ import time
 from collections import Counter, deque
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
-from report import HOST, has_gpu, ranks_by_host, seconds, wait_for, write_failure
+from report import HOST, has_gpu, parent_of, ranks_by_host, seconds, wait_for, write_failure
 
 ENDED = "has ended"
 POLL = 5  # seconds between checks for a hang that another rank has found
@@ -273,9 +272,7 @@ class HangWatch:
 def is_sibling(pid: int) -> bool:
     """Whether this is a process of the same launcher: the id comes from the store."""
     with suppress(OSError):
-        text = Path("/proc", str(pid), "stat").read_text()
-        fields = text.rpartition(")")[2].split()  # from the third one on, see proc(5)
-        return int(fields[1]) == os.getppid()
+        return parent_of(pid) == os.getppid()
     return False
 
 

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from report import HOST
+from report import HOST, parent_of
 
 SHARE = 0.9  # of the limit
 SECONDS = 10  # between two looks
@@ -59,16 +59,14 @@ def usage() -> tuple[int, int]:
 def sizes_of_ranks() -> dict[int, int]:
     """{process: resident bytes} of the ranks of this node and their loader workers."""
     sizes = {}
-    launcher = os.getppid()
     parents = {}
-    for file in Path("/proc").glob("[0-9]*/statm"):
+    for directory in Path("/proc").glob("[0-9]*"):
+        process = int(directory.name)
         with suppress(OSError, IndexError):  # it has just ended
-            status = (file.parent / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            parents[int(file.parent.name)] = int(status[1])
-            sizes[int(file.parent.name)] = os.sysconf("SC_PAGE_SIZE") * int(
-                file.read_text().split()[1]
-            )
-    ranks = {process for process, parent in parents.items() if parent == launcher}
+            parents[process] = parent_of(process)
+            pages = int((directory / "statm").read_text().split()[1])
+            sizes[process] = pages * os.sysconf("SC_PAGE_SIZE")
+    ranks = {process for process, parent in parents.items() if parent == os.getppid()}
     return {p: size for p, size in sizes.items() if p in ranks or parents[p] in ranks}
 
 

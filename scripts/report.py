@@ -83,6 +83,13 @@ def has_gpu() -> bool:
     return False
 
 
+def parent_of(process: int) -> int:
+    """The id of its parent. OSError if it has ended."""
+    text = Path("/proc", str(process), "stat").read_text(errors="replace")
+    fields = text.rpartition(")")[2].split()  # from the third one on, see proc(5)
+    return int(fields[1])
+
+
 def wait_for(store, key: str, deadline: float) -> str | None:
     """The value of a key in the store; None if it is not set before the deadline.
 
