@@ -6,16 +6,13 @@ import socket
 import subprocess
 import sys
 
+import doctor
+import guard
+import node_check
 import pytest
+import report
 from gpus import gpu, nvidia_smi
 from harness import LAUNCH_VARIABLES, REPO, free_port, run_ranks
-
-sys.path.append(str(REPO / "scripts"))
-
-import doctor  # noqa: E402
-import guard  # noqa: E402
-import node_check  # noqa: E402
-import report  # noqa: E402
 
 DOCTOR = REPO / "scripts/doctor.py"
 ENV = {name: value for name, value in os.environ.items() if not LAUNCH_VARIABLES.search(name)}

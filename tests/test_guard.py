@@ -17,7 +17,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import guard
+import hang
+import memory
 import pytest
+import report
 import torch
 import torch.distributed as dist
 from gpus import gpu, nvidia_smi
@@ -29,13 +33,6 @@ from harness import (
     free_port,
     run_ranks,
 )
-
-sys.path.append(str(REPO / "scripts"))
-
-import guard  # noqa: E402
-import hang  # noqa: E402
-import memory  # noqa: E402
-import report  # noqa: E402
 
 GUARD = REPO / "scripts/guard.py"
 HOST = os.uname().nodename

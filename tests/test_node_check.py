@@ -9,16 +9,12 @@ import subprocess
 import sys
 import threading
 
+import guard
+import node_check
 import pytest
+import report
 from gpus import gpu, nvidia_smi
 from harness import LAUNCH_VARIABLES, REPO, free_port
-
-sys.path.append(str(REPO / "scripts"))
-
-
-import guard  # noqa: E402
-import node_check  # noqa: E402
-import report  # noqa: E402
 
 NODE_CHECK = REPO / "scripts/node_check.py"
 CONFIG = "configs/default_config.yaml"

@@ -9,13 +9,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import slow_ranks
 import torch.distributed as dist
-from harness import REPO
 from test_guard import HOST, needs_recorder, run, write
-
-sys.path.append(str(REPO / "scripts"))
-
-import slow_ranks  # noqa: E402
 
 SLOW_RANK = """step == 0 and time.sleep(1)  # until guard.py counts the optimizer's steps
         time.sleep(0.2 if rank == 1 else 0.02)

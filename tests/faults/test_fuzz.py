@@ -9,23 +9,20 @@ import json
 import math
 import os
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import fuzz
+import guard
 import pytest
+import report
 import torch
 from harness import LONG, REPO, load
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import train_distributed as trainer
-
-sys.path.insert(0, str(REPO / "scripts"))
-import guard  # noqa: E402
-import report  # noqa: E402
 
 supervise = load(REPO / "scripts/supervise.py")
 node_check = load(REPO / "scripts/node_check.py")
