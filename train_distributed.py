@@ -370,7 +370,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         state.step += 1
         if profiler:
             profiler.step()
-            profiler = None if profiler.step_num == PROFILED_STEPS else profiler
+            if profiler.step_num == PROFILED_STEPS:
+                profiler = None
         ends = stream.saves_after(state.step) or state.step == last_step
         if ends or sync.is_due(state.step):
             flags = [saver.wants_save(), saver.wants_profile()]

@@ -6,7 +6,8 @@
 #
 # All arguments from the first one with a dash on are options of the training script. It gets --config, and
 # --distributed-backend if BACKEND is set, only if it has these options. After --, it gets what follows, and
-# nothing else. SIGQUIT makes all ranks print their stacks and go on. The output is also written to LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
+# nothing else. SIGQUIT makes all ranks print their stacks and go on. The output is also written to
+# LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh; SHARE_GPU: see scripts/guard.py):
 #   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
@@ -240,7 +241,7 @@ main() {
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # tee ignores signals: it must run until the ranks have written their last lines.
   exec &> >(trap '' HUP INT QUIT TERM USR1 USR2 && exec tee -ap "$logs/$log")
-  local tee=$! status=0 kills own_reports=""
+  local tee=$! status=0 kills killed own_reports=""
   if [[ -z "${FAILURE_FILE:-}" ]]; then # not under supervise.py
     own_reports="$(mktemp -d)"
     export FAILURE_FILE="$own_reports/failure.json"
@@ -253,8 +254,8 @@ main() {
     sleep 0.2 # until tee has written torchrun's report
     if (($(oom_kills) > kills)); then
       report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
-    elif [[ -z "$ranks_signaled" && -n "$(killed_rank "$logs/$log")" ]]; then
-      report_failure killed "$(killed_rank "$logs/$log")"
+    elif killed="$(killed_rank "$logs/$log")" && [[ -n "$killed" && -z "$ranks_signaled" ]]; then
+      report_failure killed "$killed"
     fi
   fi
   if [[ -n "$own_reports" ]]; then # torchrun prints 40 lines after a rank's error: repeat it, as supervise.py does
