@@ -209,7 +209,12 @@ class Task:
         images, labels = batch
         logits = model(images)
         logits = getattr(logits, "logits", logits)  # of torchvision's googlenet and inception_v3
-        loss = F.cross_entropy(logits, labels)
+        try:
+            loss = F.cross_entropy(logits, labels)
+        except IndexError:  # on a GPU, it is a "device-side assert": see docs/TROUBLESHOOTING.md
+            classes = logits.shape[1]
+            text = f"label {labels.max()} or {labels.min()}: {classes} classes have labels 0 to"
+            raise UserError(f"{text} {classes - 1}") from None
         return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
     def report(self, sums: dict[str, float]) -> dict[str, float]:
@@ -351,39 +356,43 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
 
     set_training_mode(model)
     sync.restart(state.step)
-    while True:
-        # After a save, so that a run which is stopped in an evaluation repeats it when it resumes.
-        if stream.evaluates_after(state.step) and not sync.stop_reason:
-            if saver.saved_step < state.step:  # resumed in another directory
-                saver.save(state, model, optimizer, scaler)
-            test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
-            if not sync.stop_reason:
-                test_values = metrics.record_evaluation(state, test_sums)
-                enough = judge_evaluation(task, cfg, world, state, test_values, saver)
-            sync.restart(state.step)
-        if enough or sync.stop_reason or state.step >= last_step:
-            break
-        if stream.ends_epoch(state.step):
-            state.epoch_sums = {}
-        set_learning_rate(task, cfg, stream, optimizer, state.step)
-        train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
-        state.step += 1
-        if profiler:
-            profiler.step()
-            if profiler.step_num == PROFILED_STEPS:
-                profiler = None
-        ends = stream.saves_after(state.step) or state.step == last_step
-        if ends or sync.is_due(state.step):
-            flags = [saver.wants_save(), saver.wants_profile()]
-            totals, (save, profile) = sync.all_reduce(state.step, flags)
-            metrics.record_intervals(state, totals, sync)
-            if ends or save or sync.stop_reason:
-                check_replicas(world, model)
-                saver.save(state, model, optimizer, scaler, sync.seconds_left)
-            if profile and not profiler:
-                profiler = start_profiler(cfg, world, state.step)
-            collect_garbage()
-            sync.restart(state.step)
+    try:
+        while True:
+            # After a save, so that a run which is stopped in an evaluation repeats it later.
+            if stream.evaluates_after(state.step) and not sync.stop_reason:
+                if saver.saved_step < state.step:  # resumed in another directory
+                    saver.save(state, model, optimizer, scaler)
+                test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
+                if not sync.stop_reason:
+                    test_values = metrics.record_evaluation(state, test_sums)
+                    enough = judge_evaluation(task, cfg, world, state, test_values, saver)
+                sync.restart(state.step)
+            if enough or sync.stop_reason or state.step >= last_step:
+                break
+            if stream.ends_epoch(state.step):
+                state.epoch_sums = {}
+            set_learning_rate(task, cfg, stream, optimizer, state.step)
+            train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
+            state.step += 1
+            if profiler:
+                profiler.step()
+                if profiler.step_num == PROFILED_STEPS:
+                    profiler = None
+            ends = stream.saves_after(state.step) or state.step == last_step
+            if ends or sync.is_due(state.step):
+                flags = [saver.wants_save(), saver.wants_profile()]
+                totals, (save, profile) = sync.all_reduce(state.step, flags)
+                metrics.record_intervals(state, totals, sync)
+                if ends or save or sync.stop_reason:
+                    check_replicas(world, model)
+                    saver.save(state, model, optimizer, scaler, sync.seconds_left)
+                if profile and not profiler:
+                    profiler = start_profiler(cfg, world, state.step)
+                collect_garbage()
+                sync.restart(state.step)
+    except Exception as error:
+        saver.write_status(state.step, "failed", str(error))
+        raise
     if saver.saved_step < state.step:  # that save has failed: try again, else exit with the error
         saver.save(state, model, optimizer, scaler)
     is_complete = enough or state.step >= total_steps
@@ -1614,7 +1623,9 @@ class Saver:
         return self.stream.steps_of(number) if "epoch" in path.name else number
 
     def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
-        """status.json, and a copy for the supervisor. States: running, finished, stopped."""
+        """status.json, and a copy for the supervisor. States: running, finished, stopped,
+        failed. After a kill, it stays "running".
+        """
         if self.world.rank != 0:
             return
         status = {

@@ -23,9 +23,9 @@ training, which saves first. A second Ctrl-C kills it.
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
 exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
 scripts/guard.py).
-The training reports, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped), reason,
-start_step, global_step, saved_step, world_size. A script that writes no STATUS_FILE is restarted
-too; an attempt that ran for ten minutes then counts as progress.
+The training reports, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped, failed),
+reason, start_step, global_step, saved_step, world_size. A script that writes no STATUS_FILE is
+restarted too; an attempt that ran for ten minutes then counts as progress.
 
 The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
 start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, code (the commit),

@@ -113,12 +113,69 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_steps(tmp_path, tiny, r
     text = "error: the loss is not finite in the steps 6 to 6: lower --lr, or set --clip-grad-norm"
     assert text in run.err[0] and run.err[0].count("\n") == 1
     assert run.checkpoints() == {"checkpoint_step_4"}
+    assert run.status()["state"] == "failed" and run.status()["saved_step"] == 4
 
 
 def test_a_loss_that_is_not_finite_in_the_evaluation_ends_the_run(tmp_path, tiny):
     before = FAULT_IN_LOSS.format(call=26 + 2, rank=0, fault=NAN)
     run = launch(tmp_path / "run", 1, *tiny, "--epochs=1", before=before)
     assert run.codes == [2] and "the loss is not finite in the evaluation" in run.err[0]
+
+
+LABELS_FROM_1 = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class FromOne(trainer.Task):
+        def data(self, cfg):
+            images, labels = torch.rand(64, 8), torch.arange(64) % 3 + 1
+            return trainer.InMemoryDataset(images, labels), None
+
+        def model(self, cfg):
+            return torch.nn.Linear(8, 3)
+
+    task = FromOne()
+"""
+
+
+def test_a_label_that_has_no_class_is_named(tmp_path):
+    run = launch(tmp_path / "run", 1, "--batch-size=16", before=LABELS_FROM_1)
+    assert run.codes == [2] and run.err[0].count("\n") == 1
+    assert "label 3" in run.err[0] and "3 classes" in run.err[0]
+
+
+FIRST_FORWARD = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class Net(torch.nn.Linear):
+        first = None
+
+        def forward(self, x):
+            if self.first is None:
+                self.first = x.detach().mean()
+                print("first", self.first.item(), flush=True)
+            return super().forward(x * self.first)
+
+    class Remembers(trainer.Task):
+        def data(self, cfg):
+            rows = torch.full((64, 8), 2.0)
+            return trainer.InMemoryDataset(rows, torch.arange(64) % 3), None
+
+        def model(self, cfg):
+            return Net(8, 3)
+
+    task = Remembers()
+"""
+
+
+def test_what_a_model_keeps_of_its_first_forward_pass_comes_from_the_data(tmp_path):
+    """For example, the angles that a rotary embedding caches."""
+    for ranks in (1, 2):
+        options = ["--batch-size=16", "--epochs=1"]
+        run = launch(tmp_path / str(ranks), ranks, *options, before=FIRST_FORWARD)
+        assert run.codes == [0] * ranks, run.err
+        assert all("first 2.0\n" in out for out in run.out)
 
 
 FROZEN = """if True:

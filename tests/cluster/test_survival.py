@@ -198,7 +198,7 @@ def test_killing_the_supervisor_ends_the_job_but_loses_no_step(
 ):
     job = Job(cluster, repo, tmp_path / "run", style, long_options, slow_disk)
     job.wait_for_training()
-    (supervisor,) = [p.pid for p in cluster.processes() if "supervise.py bash" in p.line]
+    (supervisor,) = [p.pid for p in cluster.processes() if "supervise.py srun" in p.line]
     os.kill(supervisor, signal.SIGKILL)
     assert job.end() == "FAILED"
     cluster.assert_nothing_left(30)
