@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import difflib
 import faulthandler
 import fcntl
@@ -972,8 +973,18 @@ def configure_torch(cfg):
     torch.backends.cudnn.allow_tf32 = cfg.tf32
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
+    elif "GLIBC_TUNABLES" not in os.environ:  # by which a user may have set malloc
+        keep_freed_memory()
     if cfg.reproducible:
         torch.set_num_threads(1)  # on a CPU: with more, some kernels sum in another order
+
+
+def keep_freed_memory():
+    """Let glibc keep up to 384 MiB: each step would get the same pages from the kernel anew."""
+    with suppress(AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 384 * 2**20)  # M_TRIM_THRESHOLD of <malloc.h>
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: also large blocks come from the memory that is kept
 
 
 class LossOf(nn.Module):
