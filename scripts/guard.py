@@ -13,7 +13,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
   same script and PyTorch version;
 - on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
   memory, which speeds up training on CPUs;
-- detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without an optimizer step,
+- detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without progress,
   all ranks print their stacks and exit, and the error reports the ranks at fault;
 - reports a slow rank: one that is late in each step, so that the others wait for it;
 - warns when a node's memory is nearly used up, and says which process grew most;

@@ -93,6 +93,10 @@ main() {
     exit
   fi
   train "$@"
+  if grep -q '"reason": "SIG' "$RUN_DIR/status.json"; then
+    echo "To continue: scripts/quickstart.sh"
+    exit 130
+  fi
   "$VENV/bin/python" scripts/plot_metrics.py "$RUN_DIR"
   cat <<END
 

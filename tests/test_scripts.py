@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -42,6 +43,17 @@ def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
     typo = run(quickstart, "--epoch=1", **env)
     assert typo.returncode == 2
     assert "did you mean --epochs?" in typo.stderr and typo.stderr.count("\n") == 1
+
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    stopped = subprocess.Popen(
+        [quickstart, "--epochs=99"], env=os.environ | env, start_new_session=True, **options
+    )
+    for line in stopped.stdout:
+        if line.startswith("  step "):
+            os.killpg(stopped.pid, signal.SIGINT)  # Ctrl-C
+            break
+    out, _ = stopped.communicate(timeout=60)
+    assert stopped.returncode == 130 and "To continue: " in out and "Next:" not in out, out
 
 
 def torch_index(directory, version: str) -> str:
