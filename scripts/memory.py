@@ -12,6 +12,10 @@ from report import HOST, parent_of
 
 SHARE = 0.9  # of the limit
 SECONDS = 10  # between two looks
+CGROUP_FILES = {  # by controllers: the limit, what is in use, and of it, in memory.stat, files
+    "": ("memory.max", "memory.current", "inactive_file"),  # cgroup v2
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # v1
+}
 
 
 def watch(over: threading.Event) -> None:
@@ -44,15 +48,19 @@ def usage() -> tuple[int, int]:
         name, value, *_ = line.split()
         facts[name] = 1024 * int(value)
     fullest = (facts["MemTotal:"] - facts["MemAvailable:"], facts["MemTotal:"])
-    path = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()  # of cgroup v2
-    group = Path("/sys/fs/cgroup", path)
-    for directory in [group, *group.parents]:
-        with suppress(OSError, ValueError):  # no limit: "max"
-            limit = int((directory / "memory.max").read_text())
-            statistics = dict(map(str.split, (directory / "memory.stat").read_text().splitlines()))
-            cache = int(statistics["inactive_file"])  # which the kernel frees when needed
-            used = int((directory / "memory.current").read_text()) - cache
-            fullest = max(fullest, (used, limit), key=lambda one: one[0] / one[1])
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in CGROUP_FILES:
+            continue
+        limit_file, used_file, cache_name = CGROUP_FILES[controllers]
+        group = Path("/sys/fs/cgroup", controllers, path[1:])
+        for directory in [group, *group.parents]:
+            with suppress(OSError, ValueError):  # no limit: "max"
+                limit = int((directory / limit_file).read_text())
+                lines = (directory / "memory.stat").read_text().splitlines()
+                cache = int(dict(map(str.split, lines))[cache_name])  # freed when needed
+                used = int((directory / used_file).read_text()) - cache
+                fullest = max(fullest, (used, limit), key=lambda one: one[0] / one[1])
     return fullest
 
 

@@ -14,6 +14,7 @@ import zipapp
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -983,6 +984,32 @@ def test_memory_that_is_nearly_used_up_is_a_warning_with_the_process_that_grew(m
     assert (
         f"91.0 of 100.0 GiB of memory are in use on {HOST}; rank 2 grew most, from 1.0 to" in text
     )
+
+
+def own_memory_cgroup() -> Path:
+    """Of cgroup v1."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if ":memory:" in line:
+            return Path("/sys/fs/cgroup/memory", line.split(":", 2)[2][1:])
+    return Path("/absent")
+
+
+@pytest.mark.skipif(
+    not os.access(own_memory_cgroup() / "tasks", os.W_OK), reason="needs root, and cgroup v1"
+)
+def test_the_limit_of_a_job_counts():
+    group = own_memory_cgroup() / f"test_{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(300 << 20))
+        enter = f"open('{group}/tasks', 'w').write(str(os.getpid()))"
+        code = f"import os, memory; {enter}; kept = b'1' * (200 << 20); print(*memory.usage())"
+        command = [sys.executable, "-c", code]
+        out = subprocess.check_output(command, cwd=REPO / "scripts", text=True)
+    finally:
+        group.rmdir()
+    used, limit = map(int, out.split())
+    assert limit == 300 << 20 and 200 << 20 < used < 290 << 20
 
 
 def test_the_memory_of_a_node_and_of_its_ranks():
