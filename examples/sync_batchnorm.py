@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/sync_batchnorm.py --model resnet18 \
         --image-size 32 --batch-size 4 --checkpoint-dir runs/sync_batchnorm
     TRAIN_SCRIPT=examples/sync_batchnorm.py scripts/ssh/launch_singlenode.sh \
-        configs/default_config.yaml 2 --model resnet18 --image-size 32 --checkpoint-dir runs/sync_2
+        configs/default_config.yaml 2 --model resnet18 --image-size 32 --batch-size 4 \
+        --checkpoint-dir runs/sync_batchnorm_2
 
 Shows a model whose forward pass exchanges data with the other ranks: so they need equally many
 micro-batches. For few samples per GPU. The results depend on the number of ranks.
