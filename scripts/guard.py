@@ -71,6 +71,7 @@ from report import (
     has_gpu,
     print_answer,
     ranks_by_host,
+    say,
     seconds,
     wait_for,
     whole_number,
@@ -260,7 +261,7 @@ def free_port(first: int) -> int:
             with suppress(OSError):
                 probe.bind(("", port))
                 return port
-        print(f"guard.py: port {port} is in use on {HOST}; trying the next one", file=sys.stderr)
+        say(f"guard.py: port {port} is in use on {HOST}; trying the next one")
     fail(f"no free port from {first} on")
 
 
@@ -296,7 +297,7 @@ def share_gpu(world: dict[str, int]) -> None:
         os.environ.setdefault("NCCL_HOSTID", f"{HOST}-{world['LOCAL_RANK']}")
         if world["RANK"] == 0:
             text = "SHARE_GPU=1: ranks share GPUs and exchange over sockets: speed means nothing"
-            print(f"guard.py: WARNING: {text}", file=sys.stderr, flush=True)
+            say(f"guard.py: WARNING: {text}")
 
 
 def keep_freed_memory() -> None:
@@ -649,7 +650,7 @@ def report_gpu(rank: int, reason: str) -> None:
     fault = failed_gpu(reason)
     if fault:
         text = f"a GPU of {HOST} has failed (nvidia-smi: {fault})"
-        print(f"guard.py: {text}", file=sys.stderr, flush=True)
+        say(f"guard.py: {text}")
         write_event("gpu_failed", text, ranks=[rank], host=HOST)
 
 
@@ -719,7 +720,7 @@ def end_if_asked(error: BaseException, rank: int, signals: int | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     text = message_of(error).split("] ", 1)[-1].split(". This is")[0]
     text = f"guard.py: rank {rank} on {HOST}: another rank exited ({text})"
-    print(text, file=sys.stderr, flush=True)
+    say(text)
     if signals is not None and received(signal.SIGTERM, signals):
         with suppress(OSError):
             sys.stdout.flush()
@@ -734,7 +735,7 @@ def wait_for_lost_rank(rank: int, watch: HangWatch | None) -> None:
         text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
         text += " must take part in the same collectives"
         write_failure("exception", text, rank)
-        print(f"guard.py: {text}", file=sys.stderr, flush=True)
+        say(f"guard.py: {text}")
     time.sleep(2)
 
 

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from contextlib import suppress
 from datetime import timedelta
 
-from report import HOST, has_gpu, parent_of, ranks_by_host, seconds, wait_for, write_failure
+from report import HOST, has_gpu, parent_of, ranks_by_host, say, seconds, wait_for, write_failure
 
 ENDED = "has ended"
 POLL = 5  # seconds between checks for a hang that another rank has found
@@ -110,7 +110,7 @@ class HangWatch:
                 text = f"guard.py: WARNING: the script sets {name} too late, because guard.py has"
                 text += " imported PyTorch: set it before the launch, or set GUARD=0"
                 if self.rank == 0:
-                    print(text, file=sys.stderr, flush=True)
+                    say(text)
 
     def timeout(self) -> float:
         """Seconds without progress that are a hang: earlier than PyTorch's own limit."""
@@ -157,7 +157,7 @@ class HangWatch:
             text = f"no step for {self.quiet:.0f} s: {where_ranks_are(notes, silent, self.infos)}"
             if math.isfinite(limit):
                 text += f"; the run ends at {limit:.0f} s (HANG_TIMEOUT)"
-            print(f"guard.py: WARNING: {text}", file=sys.stderr, flush=True)
+            say(f"guard.py: WARNING: {text}")
 
     def own_note(self) -> dict:
         """Where this rank is."""
@@ -168,8 +168,8 @@ class HangWatch:
     def exit_all(self) -> None:
         """Print the stacks, exchange positions, report the hang and exit."""
         self.is_reporting.set()
-        print(f"guard.py: rank {self.rank} on {HOST}: all stacks", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
+        say(f"guard.py: rank {self.rank} on {HOST}: all stacks")
+        faulthandler.dump_traceback(file=2, all_threads=True)
         own_note = self.own_note()
         no_store = {0: "does not answer"}  # rank 0, or its torchrun, is the store's server
         without_store = threading.Timer(30, self.report, [{self.rank: own_note}, no_store])
@@ -224,7 +224,7 @@ class HangWatch:
             limit = f"no progress for {min(limits, default=0):.0f} s (HANG_TIMEOUT)"
             text = f"hang: {where_ranks_are(notes, silent, self.infos)}; {limit}"
             write_failure("hang", text, self.rank, silent_hosts=self.silent_hosts)
-            print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
+            say(f"guard.py: error: {text}")
         time.sleep(1)  # let that rank print before the launcher kills it
         for rank, state in silent.items():
             info = self.infos[rank]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from report import HOST, parent_of
+from report import HOST, parent_of, say
 
 SHARE = 0.9  # of the limit
 SECONDS = 10  # between two looks
@@ -37,7 +36,7 @@ def watch_until(over: threading.Event) -> None:
             text = f"{used / gib:.1f} of {limit / gib:.1f} GiB of memory are in use on {HOST}; "
             text += f"{name_of(grown)} grew most, from {first[grown] / gib:.1f} to "
             text += f"{sizes[grown] / gib:.1f} GiB: request more --mem, or use fewer --num-workers"
-            print(f"guard.py: WARNING: {text}", file=sys.stderr, flush=True)
+            say(f"guard.py: WARNING: {text}")
             return
 
 

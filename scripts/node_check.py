@@ -44,9 +44,9 @@ PROGRAM = Path(sys.argv[0]).name  # or doctor.py, guard.py, which import this fi
 def refuse(text: str, cause: str = "configuration") -> None:
     """Print why the launch would fail, and exit with code 2; only warn if PREFLIGHT=0."""
     if os.environ.get("PREFLIGHT") == "0" and PROGRAM != "doctor.py":
-        print(f"{PROGRAM}: WARNING: {HOST}: {text}", file=sys.stderr, flush=True)
+        report.say(f"{PROGRAM}: WARNING: {HOST}: {text}")
         return
-    print(f"{PROGRAM}: error: {HOST}: {text}", file=sys.stderr, flush=True)
+    report.say(f"{PROGRAM}: error: {HOST}: {text}")
     report.write_failure(cause, text, report.own_rank())
     sys.exit(2)
 
@@ -86,7 +86,7 @@ def check_launch(
     for finding in findings:
         if finding.level != "OK":
             text = f"{PROGRAM}: WARNING: {HOST}: {finding.observed}: {finding.remedy}"
-            print(text, file=sys.stderr, flush=True)
+            report.say(text)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -199,7 +199,7 @@ def check_gpus() -> list[Finding]:
             return findings
         if not is_logged:
             text = f"{PROGRAM}: {HOST}: waiting up to {MEMORY_SECONDS} s: {held[0].observed}"
-            print(text, file=sys.stderr, flush=True)
+            report.say(text)
             is_logged = True
         time.sleep(1)
 

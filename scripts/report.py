@@ -16,6 +16,12 @@ LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
 
 
+def say(text: str) -> None:
+    """Print to standard error. If that is closed, what guard.py does goes on."""
+    with suppress(OSError):  # the terminal, or the `tee` that read it, has ended
+        print(text, file=sys.stderr, flush=True)
+
+
 def write_failure(cause: str, reason: str, rank: int, host: str = HOST, **more) -> None:
     """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so."""
     file = os.environ.get("FAILURE_FILE")
@@ -36,7 +42,7 @@ def write_event(event: str, text: str, **facts) -> None:
 
 def fail(text: str, cause: str = "configuration") -> None:
     """Print a user error and exit with code 2."""
-    print(f"guard.py: error: {text}", file=sys.stderr, flush=True)
+    say(f"guard.py: error: {text}")
     write_failure(cause, text, own_rank())
     sys.exit(2)
 

@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import suppress
 
 from hang import HangWatch, flight_recorder, is_done
-from report import seconds, write_event
+from report import say, seconds, write_event
 
 MAX_COMPARED = 512  # ranks: rank 0 reads a note of each one
 SLOW_SHARE = 0.05  # the others wait for a slow rank for at least this share of a step
@@ -124,7 +124,7 @@ class SlowRankWatch:
         names = [f"rank {rank} on {host}" for rank, host in zip(ranks, hosts)]
         text = f"of {1000 * step_seconds:.0f} ms per step, the others wait"
         text += f" {1000 * wait_seconds:.0f} ms for {', '.join(names)}"
-        print(f"guard.py: WARNING: {text}", file=sys.stderr, flush=True)
+        say(f"guard.py: WARNING: {text}")
         write_event(
             "slow_rank",
             text,

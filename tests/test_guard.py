@@ -628,6 +628,12 @@ WORKS_ALONE = """if step == 5:
             while not os.path.exists("evaluated"):
                 time.sleep(0.1)
 """
+OUTPUT_CLOSED = """if step == 5:
+            read, write = os.pipe()
+            os.close(read)
+            os.dup2(write, 2)
+            time.sleep(1000 if rank == 1 else 0)
+"""
 STOP = "step == 5 and rank == {} and os.kill(os.getpid(), 19)"  # SIGSTOP
 OTHER_COLLECTIVE = "step == 5 and rank == 1 and dist.broadcast(torch.ones(7), 0)"
 PYTORCH_2_8 = """if True:
@@ -657,6 +663,7 @@ HANGS = {
     "rank 0 and the store stopped": Launch(STOP.format(0), by_srun=True),
     "not initialized": Launch(script=INIT_SCRIPT),
     "works alone": Launch(WORKS_ALONE),
+    "output closed": Launch(OUTPUT_CLOSED),
 }
 FAILURES = {
     "has ended": Launch("if step == 5 and rank == 1: break"),
@@ -799,6 +806,14 @@ def test_a_hang_names_the_rank_at_fault_and_leaves_nothing_running(launches, nam
         assert "all stacks\n" in result.err[rank] and "my_train.py" in result.err[rank]
     is_certain = stopped and "store" not in name
     assert written["silent_hosts"] == ([HOST] if is_certain else [])
+
+
+@needs_recorder
+def test_a_hang_ends_although_the_output_is_closed(launches):
+    """As after the `tee` that wrote the log was killed."""
+    result = launches["output closed"]
+    assert result.codes == [1, 1, 1]
+    assert f"rank 1 on {HOST} is at collective " in failure_of(result)["reason"]
 
 
 @needs_recorder
