@@ -153,14 +153,14 @@ def test_each_command_of_the_pages_runs_or_has_a_reason():
             assert (REPO / file).exists(), file
 
 
-def test_the_best_of_a_sweep_is_found_as_the_guide_says(clone):
+def test_the_best_of_a_sweep_is_found_as_the_guide_says(tmp_path):
     found = commands_of((REPO / "docs/LAUNCH.md").read_text())
     (command,) = [line for line in found if line.startswith("grep -o")]
     for name, value in (("a", 0.9), ("b", 0.97), ("c", 0.08)):
-        file = clone / "runs" / name / "metrics.jsonl"
+        file = tmp_path / "runs" / name / "metrics.jsonl"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"kind": "epoch", "test_accuracy": value}) + "\n")
-    assert run(command, clone) == 'runs/b/metrics.jsonl:"test_accuracy": 0.97\n'
+    assert run(command, tmp_path) == 'runs/b/metrics.jsonl:"test_accuracy": 0.97\n'
 
 
 @pytest.mark.long
