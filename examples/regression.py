@@ -11,7 +11,6 @@ mean and standard deviation of each column. --data-dir holds table.csv: a line o
 numbers, the last column is the target; --write-sample writes invented rents there.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -54,8 +53,7 @@ class Rent(Task):
     best_is_lowest = True
 
     def add_options(self, parser):
-        switch = argparse.BooleanOptionalAction
-        parser.add_argument("--write-sample", action=switch, help="to --data-dir, if it is new")
+        parser.add_argument("--write-sample", action="store_true", help="to a new --data-dir")
 
     def data(self, cfg):
         path = Path(cfg.data_dir) / "table.csv"
