@@ -392,7 +392,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
                 collect_garbage()
                 sync.restart(state.step)
     except Exception as error:
-        saver.write_status(state.step, "failed", str(error))
+        with suppress(UserError):  # a full disk must not hide the error
+            saver.write_status(state.step, "failed", str(error))
         raise
     if saver.saved_step < state.step:  # that save has failed: try again, else exit with the error
         saver.save(state, model, optimizer, scaler)

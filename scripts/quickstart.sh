@@ -94,7 +94,7 @@ main() {
   fi
   train "$@"
   if grep -q '"reason": "SIG' "$RUN_DIR/status.json"; then
-    echo "To continue: scripts/quickstart.sh"
+    echo "To continue, run the same command again"
     exit 130
   fi
   "$VENV/bin/python" scripts/plot_metrics.py "$RUN_DIR"
