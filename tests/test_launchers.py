@@ -314,7 +314,7 @@ def test_a_python_that_prints_when_it_starts_does_not_disturb_the_launch(tmp_pat
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
     (tmp_path / "my_train.py").write_text("print('the script ran')\n")
     env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(tmp_path / "my_train.py")})
+    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(tmp_path / "my_train.py"), "GUARD": "0"})
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
 
 
@@ -324,14 +324,14 @@ def test_variables_that_change_bash_and_python_do_not_disturb_the_launch(tmp_pat
     script = tmp_path / "my_train.py"
     script.write_text("print('the script ran')\n")
     env = {name: str(tmp_path), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
-    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script)})
+    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script), "GUARD": "0"})
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
 
 
 def test_a_script_elsewhere_may_import_the_trainer(tmp_path):
     script = tmp_path / "my_train.py"
     script.write_text("import train_distributed\nprint('it is there')\n")
-    env = {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+    env = {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path), "GUARD": "0"}
     result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script)})
     assert result.returncode == 0 and "it is there\n" in result.stdout, result.stdout
 
@@ -439,7 +439,7 @@ def conda(tmp_path) -> dict[str, str]:
 
 def supervised(**env) -> subprocess.CompletedProcess:
     """cluster_train.sh with one rank of a script that prints its environment."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHON"} | env
+    env = {k: v for k, v in os.environ.items() if k != "PYTHON"} | {"GUARD": "0"} | env
     command = [sys.executable, "scripts/supervise.py", "scripts/cluster_train.sh"]
     return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
 
@@ -503,7 +503,7 @@ def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text("700M")
-        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure)}
+        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
         result = subprocess.run(
             ["bash", "-c", f"echo $$ >{group}/tasks; exec scripts/cluster_train.sh"],
             env=os.environ | env | {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)},
@@ -536,7 +536,7 @@ def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text("40M")
-        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure)}
+        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
         env |= {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
         result = run_cluster_train(env)
     finally:
@@ -550,7 +550,7 @@ def test_the_last_line_after_an_error_is_the_error(tmp_path):
     script = tmp_path / "my_train.py"
     script.write_text("raise SystemExit(2) from ValueError('no --data-dir')\n")
     env = {"TRAIN_SCRIPT": str(script), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
-    result = run_cluster_train(env | {"TMPDIR": str(tmp_path)})
+    result = run_cluster_train(env | {"GUARD": "0", "TMPDIR": str(tmp_path)})
     last = f"cluster_train.sh: error: rank 0 on {os.uname().nodename}: no --data-dir"
     assert result.returncode == 1 and result.stdout.splitlines()[-1] == last
     script.write_text("pass\n")
@@ -567,7 +567,7 @@ def test_a_rank_that_was_killed_is_reported(tmp_path):
     script.write_text(text)
     failure = tmp_path / "failure.json"
     env = {"TRAIN_SCRIPT": str(script), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
-    env |= {"NPROC_PER_NODE": "2", "FAILURE_FILE": str(failure)}
+    env |= {"GUARD": "0", "NPROC_PER_NODE": "2", "FAILURE_FILE": str(failure)}
     run_cluster_train(env)
     facts = json.loads(failure.read_text())
     assert (facts["cause"], facts["reason"]) == ("killed", "rank 1 was ended by SIGKILL")
@@ -587,7 +587,7 @@ def test_ranks_run_in_a_container(tmp_path):
     apptainer.chmod(0o755)
     script.write_text("import os\nos.write(1, f\"rank {os.environ['RANK']}\\n\".encode())\n")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "APPTAINER_IMAGE": "/shared/my image.sif"}
-    env |= {"TRAIN_SCRIPT": str(script), "LOG_DIR": str(tmp_path)}
+    env |= {"TRAIN_SCRIPT": str(script), "GUARD": "0", "LOG_DIR": str(tmp_path)}
     command = [REPO / "scripts/ssh/launch_singlenode.sh", "configs/default_config.yaml", "2"]
     result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

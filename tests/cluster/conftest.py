@@ -38,7 +38,7 @@ def probe(tmp_path) -> dict[str, str]:
     """Variables: run a script that prints its rank and host, without checks (they import torch)."""
     path = tmp_path / "my_train.py"
     path.write_text(PROBE)
-    return {"TRAIN_SCRIPT": str(path)}
+    return {"TRAIN_SCRIPT": str(path), "GUARD": "0"}
 
 
 def newer_slurm(directory: Path, suite: str) -> dict[str, str]:

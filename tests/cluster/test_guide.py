@@ -184,7 +184,7 @@ def test_the_readme_shows_how_to_monitor_a_job(cluster, train_dir):
     (train_dir / "watched.py").write_text(
         "import time\nprint('step 20: loss', flush=True)\ntime.sleep(1000)\n"
     )
-    variables = "TRAIN_SCRIPT=watched.py"
+    variables = "TRAIN_SCRIPT=watched.py GUARD=0"
     submit = f"{variables} sbatch --parsable --nodes=2 --gpus-per-node=1 slurm_train_multinode.sh"
     job = on_login(submit).strip()
     log = train_dir / f"logs/slurm-{job}.out"

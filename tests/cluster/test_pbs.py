@@ -125,7 +125,7 @@ def test_a_save_that_takes_too_long_ends_with_the_job(start_job, cluster, repo, 
     for host in ("node01", "node02"):
         assert cluster.on(host, "mount", "--bind", none, "/usr/bin/setpriv")[0] == 0
     try:
-        env = {"TRAIN_SCRIPT": str(script), "SAVE_SECONDS": "60"}
+        env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "SAVE_SECONDS": "60"}
         arguments = f"configs/default_config.yaml --to={tmp_path}"
         job = start_job(kill_delay=2, NPROC_PER_NODE="1", ARGS=arguments, **env)
         output = repo / f"train.o{job.pid}"

@@ -173,7 +173,7 @@ def stubborn(cluster, repo, tmp_path):
     )
 
     def start(launcher, *before):
-        words, env = [*before, *words_of(launcher)], {"TRAIN_SCRIPT": str(script)}
+        words, env = [*before, *words_of(launcher)], {"TRAIN_SCRIPT": str(script), "GUARD": "0"}
         launch = cluster.start("login", *words, cwd=repo, **env)
         sleeping = re.compile("^sleep 1000")
         wait_until(
@@ -238,7 +238,7 @@ def test_killing_torchrun_leaves_no_process_on_any_node(cluster, stubborn):
 def test_a_launcher_killed_while_it_starts_leaves_no_process(cluster, repo, tmp_path, launcher):
     script, started = tmp_path / "script.py", tmp_path / "started"
     script.write_text(f"import time\nopen({str(started)!r}, 'w').close()\ntime.sleep(1000)\n")
-    env = {"TRAIN_SCRIPT": str(script), "MASTER_PORT": "23456"}
+    env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "MASTER_PORT": "23456"}
     for tenths in range(1, 16, 2):
         launch = cluster.start("login", *words_of(launcher), cwd=repo, **env)
         time.sleep(tenths / 10)
@@ -309,7 +309,7 @@ def test_the_last_lines_are_not_lost_if_they_are_read_late(cluster, repo, tmp_pa
     much = "for line in range(20_000): print(f'line {line} {80 * \"-\"}')"
     script.write_text(f"import sys\n{much}\nsys.stdout.flush()\nopen({str(done)!r}, 'w').close()\n")
     words = [AUTO, CONFIG, "1", "node01"]
-    env = {"TRAIN_SCRIPT": str(script)}
+    env = {"TRAIN_SCRIPT": str(script), "GUARD": "0"}
     launch = cluster.start("login", *words, cwd=repo, **env)
     text = ""
 

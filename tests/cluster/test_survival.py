@@ -286,7 +286,7 @@ def fake_job(racks, repo, tmp_path):
 
     def fake_job(mode, nodes):
         (tmp_path / "fake.py").write_text(FAKE)
-        env = {"TRAIN_SCRIPT": tmp_path / "fake.py", "LOG_DIR": tmp_path}
+        env = {"TRAIN_SCRIPT": tmp_path / "fake.py", "GUARD": "0", "LOG_DIR": tmp_path}
         env |= {"MODE": mode, "NNODES": "2"}
         words = ",".join(f"{name}={value}" for name, value in env.items())
         flags = [f"--nodes={nodes}", "--gpus-per-node=1", "--ntasks-per-node=1"]
@@ -356,7 +356,7 @@ if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
 def test_a_job_out_of_time_that_does_not_stop_is_requeued(cluster, repo, tmp_path):
     script = tmp_path / "my_train.py"
     script.write_text(STUBBORN)
-    flags = ["--time=1", f"--export=ALL,TRAIN_SCRIPT={script}"]
+    flags = ["--time=1", f"--export=ALL,TRAIN_SCRIPT={script},GUARD=0"]
     job = Job(cluster, repo, tmp_path / "run", TORCHRUN, [], *flags)
     assert job.end() == "COMPLETED", job.output()
     assert job.facts()["Restarts"] == "1", job.output()
