@@ -17,6 +17,7 @@ from harness import (  # noqa: E402
     LONG,
     bf16_settings,
     processes_with,
+    wait_until,
     write_images,
     write_mnist,
 )
@@ -24,6 +25,7 @@ from harness import (  # noqa: E402
 # faults/test_safeguards.py disables a safeguard: here, and in preload.py for the ranks.
 exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
 
+MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")  # of cgroup v1
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -123,3 +125,21 @@ def small_disk(tmp_path):
     resize.path = disk
     yield resize
     subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture
+def memory_cgroup() -> Path:
+    """A cgroup (v1) for processes whose memory is limited. Removed when the last one has ended."""
+    if not os.access(MEMORY_CGROUPS / "tasks", os.W_OK):
+        pytest.skip("needs memory cgroups (v1)")
+    group = MEMORY_CGROUPS / f"test-{os.getpid()}"
+    group.mkdir()
+    yield group
+    wait_until(lambda: removed(group), f"a process is left in {group}")
+
+
+def removed(group: Path) -> bool:
+    """Remove a cgroup; it is busy until its last process has ended."""
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()

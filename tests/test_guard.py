@@ -14,7 +14,6 @@ import zipapp
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -1001,28 +1000,12 @@ def test_memory_that_is_nearly_used_up_is_a_warning_with_the_process_that_grew(m
     )
 
 
-def own_memory_cgroup() -> Path:
-    """Of cgroup v1."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if ":memory:" in line:
-            return Path("/sys/fs/cgroup/memory", line.split(":", 2)[2][1:])
-    return Path("/absent")
-
-
-@pytest.mark.skipif(
-    not os.access(own_memory_cgroup() / "tasks", os.W_OK), reason="needs root, and cgroup v1"
-)
-def test_the_limit_of_a_job_counts():
-    group = own_memory_cgroup() / f"test_{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(300 << 20))
-        enter = f"open('{group}/tasks', 'w').write(str(os.getpid()))"
-        code = f"import os, memory; {enter}; kept = b'1' * (200 << 20); print(*memory.usage())"
-        command = [sys.executable, "-c", code]
-        out = subprocess.check_output(command, cwd=REPO / "scripts", text=True)
-    finally:
-        group.rmdir()
+def test_the_limit_of_a_job_counts(memory_cgroup):
+    (memory_cgroup / "memory.limit_in_bytes").write_text(str(300 << 20))
+    enter = f"open('{memory_cgroup}/tasks', 'w').write(str(os.getpid()))"
+    code = f"import os, memory; {enter}; kept = b'1' * (200 << 20); print(*memory.usage())"
+    command = [sys.executable, "-c", code]
+    out = subprocess.check_output(command, cwd=REPO / "scripts", text=True)
     used, limit = map(int, out.split())
     assert limit == 300 << 20 and 200 << 20 < used < 290 << 20
 

@@ -485,35 +485,19 @@ def test_a_command_of_site_sh_that_fails_is_named_and_ends_the_launch_if_it_load
         assert output.startswith("$ ")
 
 
-MEMORY = Path("/sys/fs/cgroup/memory")
-
-
-def removed(group: Path) -> bool:
-    """Remove a cgroup; it is busy until its last process has ended."""
-    with suppress(OSError):
-        group.rmdir()
-    return not group.exists()
-
-
-@pytest.mark.skipif(not os.access(MEMORY / "tasks", os.W_OK), reason="needs memory cgroups (v1)")
-def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path):
+def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path, memory_cgroup):
     script, failure = tmp_path / "my_train.py", tmp_path / "failure"
     script.write_text("words = []\nwhile True:\n    words.append(b'x' * 10**7)\n")
-    group = MEMORY / f"test-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text("700M")
-        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
-        result = subprocess.run(
-            ["bash", "-c", f"echo $$ >{group}/tasks; exec scripts/cluster_train.sh"],
-            env=os.environ | env | {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)},
-            cwd=REPO,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    finally:
-        wait_until(lambda: removed(group), f"a process is left in {group}")
+    (memory_cgroup / "memory.limit_in_bytes").write_text("700M")
+    env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
+    result = subprocess.run(
+        ["bash", "-c", f"echo $$ >{memory_cgroup}/tasks; exec scripts/cluster_train.sh"],
+        env=os.environ | env | {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)},
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert result.returncode > 0
     assert "error: " in result.stdout and "the job ran out of memory" in result.stdout
     assert json.loads(failure.read_text())["cause"] == "out of memory"
@@ -527,20 +511,17 @@ raise SystemExit(1)
 """
 
 
-@pytest.mark.skipif(not os.access(MEMORY / "tasks", os.W_OK), reason="needs memory cgroups (v1)")
-def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause(tmp_path):
+def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause(
+    tmp_path, memory_cgroup
+):
     script, failure = tmp_path / "my_train.py", tmp_path / "failure"
-    group = MEMORY / f"test-neighbour-{os.getpid()}"
-    text = NEIGHBOUR.replace("GROUP", f"'{group}/tasks'").replace("PYTHON", sys.executable)
+    tasks = f"'{memory_cgroup}/tasks'"
+    text = NEIGHBOUR.replace("GROUP", tasks).replace("PYTHON", sys.executable)
     script.write_text(text)
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text("40M")
-        env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
-        env |= {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
-        result = run_cluster_train(env)
-    finally:
-        wait_until(lambda: removed(group), f"a process is left in {group}")
+    (memory_cgroup / "memory.limit_in_bytes").write_text("40M")
+    env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
+    env |= {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+    result = run_cluster_train(env)
     assert result.returncode == 1 and "the neighbour ended with -9\n" in result.stdout
     assert "out of memory" not in result.stdout
 

@@ -9,7 +9,7 @@ import sys
 import zipfile
 
 import pytest
-from harness import REPO, copy_repository, load, train
+from harness import REPO, copy_repository, load, running, train
 
 SHELL_SCRIPTS = sorted(
     path
@@ -44,15 +44,13 @@ def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
     assert typo.returncode == 2
     assert "did you mean --epochs?" in typo.stderr and typo.stderr.count("\n") == 1
 
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    stopped = subprocess.Popen(
-        [quickstart, "--epochs=99"], env=os.environ | env, start_new_session=True, **options
-    )
-    for line in stopped.stdout:
-        if line.startswith("  step "):
-            os.killpg(stopped.pid, signal.SIGINT)  # Ctrl-C
-            break
-    out, _ = stopped.communicate(timeout=60)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with running([quickstart, "--epochs=99"], env=os.environ | env, **streams) as stopped:
+        for line in stopped.stdout:
+            if line.startswith("  step "):
+                os.killpg(stopped.pid, signal.SIGINT)  # Ctrl-C
+                break
+        out, _ = stopped.communicate(timeout=60)
     assert stopped.returncode == 130 and "To continue" in out and "Next:" not in out, out
 
 
