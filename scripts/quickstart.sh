@@ -92,8 +92,10 @@ main() {
   if [[ "${1:-}" == --install-only ]]; then
     exit
   fi
+  local interrupted=""
+  trap 'interrupted=1' INT
   train "$@"
-  if grep -q '"reason": "SIG' "$RUN_DIR/status.json"; then
+  if [[ -n "$interrupted" ]]; then
     echo "To continue, run the same command again"
     exit 130
   fi
