@@ -214,8 +214,9 @@ class Task:
             loss = F.cross_entropy(logits, labels)
         except IndexError:  # on a GPU, it is a "device-side assert": see docs/TROUBLESHOOTING.md
             classes = logits.shape[1]
-            text = f"label {labels.max()} or {labels.min()}: {classes} classes have labels 0 to"
-            raise UserError(f"{text} {classes - 1}") from None
+            wrong = labels.max() if labels.max() >= classes else labels.min()
+            text = f"label {wrong}: {classes} classes have labels 0 to {classes - 1}"
+            raise UserError(text) from None
         return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
     def report(self, sums: dict[str, float]) -> dict[str, float]:
@@ -391,12 +392,12 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
                     profiler = start_profiler(cfg, world, state.step)
                 collect_garbage()
                 sync.restart(state.step)
+        if saver.saved_step < state.step:  # that save has failed: try again, else fail
+            saver.save(state, model, optimizer, scaler)
     except Exception as error:
         with suppress(UserError):  # a full disk must not hide the error
             saver.write_status(state.step, "failed", str(error))
         raise
-    if saver.saved_step < state.step:  # that save has failed: try again, else exit with the error
-        saver.save(state, model, optimizer, scaler)
     is_complete = enough or state.step >= total_steps
     ending = "finished" if is_complete and not sync.stop_reason else "stopped"
     reason = sync.stop_reason or enough
