@@ -11,7 +11,7 @@ from report import HOST, parent_of, say
 
 SHARE = 0.9  # of the limit
 SECONDS = 10  # between two looks
-CGROUP_FILES = {  # by controllers: the limit, what is in use, and of it, in memory.stat, files
+CGROUP_FILES = {  # by controllers: of the limit, of what is in use; the cache in memory.stat
     "": ("memory.max", "memory.current", "inactive_file"),  # cgroup v2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # v1
 }

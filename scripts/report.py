@@ -18,7 +18,7 @@ PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in th
 
 def say(text: str) -> None:
     """Print to standard error. If that is closed, what guard.py does goes on."""
-    with suppress(OSError):  # the terminal, or the `tee` that read it, has ended
+    with suppress(OSError, ValueError):  # its reader has ended; the script has closed it
         print(text, file=sys.stderr, flush=True)
 
 
