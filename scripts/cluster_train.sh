@@ -24,7 +24,7 @@
 #   scripts/cluster_train.sh configs/default_config.yaml
 #   scripts/cluster_train.sh configs/default_config.yaml 2 1 node01 29400 --epochs 10
 
-set -euo pipefail +o posix  # POSIXLY_CORRECT changes `wait`
+set -euo pipefail +o posix  # POSIXLY_CORRECT changes bash
 unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
@@ -38,15 +38,10 @@ LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
-  report_failure configuration "$*"
+  echo "cluster_train.sh: error: $(hostname): $*" >&2
+  (set -o noclobber && printf '{"cause": "configuration", "reason": "%s", "host": "%s"}\n' "$*" "$(hostname)" \
+    >"${FAILURE_FILE:-/dev/null}") 2>/dev/null || true # for supervise.py
   exit 2
-}
-
-# report_failure CAUSE REASON: prints the error and writes it to FAILURE_FILE (see scripts/guard.py).
-report_failure() {
-  echo "cluster_train.sh: error: $(hostname): $2" >&2
-  (set -o noclobber && printf '{"cause": "%s", "reason": "%s", "host": "%s"}\n' "$1" "$2" "$(hostname)" \
-    >"${FAILURE_FILE:-/dev/null}") 2>/dev/null || true
 }
 
 print_help() {
@@ -74,73 +69,6 @@ node_rank_among() {
 # takes OPTION: whether the training script has it. Those that import train_distributed have its options.
 takes() {
   [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
-}
-
-# run_ranks COMMAND...: runs torchrun until it exits. Stop signals are forwarded to its ranks, which
-# save and exit, so torchrun exits without an error. A later SIGINT kills them; a later SIGTERM does not,
-# because Slurm sends it twice in quick succession when it ends a job.
-run_ranks() {
-  local status=0 alone=()
-  child="" stop_received="" ranks_signaled=""
-  # In a new session, so that Ctrl-C does not reach torchrun; stopped if this shell dies.
-  if setpriv --pdeathsig TERM true 2>/dev/null; then
-    alone=(setpriv --pdeathsig TERM)
-  else # no --pdeathsig, for example on RHEL 8
-    trap 'kill -TERM "$child" 2>/dev/null || true' EXIT
-  fi
-  [[ -z "$(command -v setsid)" ]] || alone=(setsid "${alone[@]}")
-  trap stop HUP TERM USR1 USR2
-  trap 'echo "stopping: all ranks save and exit; press Ctrl-C again to kill them"; stop' INT
-  trap 'pkill -QUIT -P "$(torchrun_process)" || true' QUIT
-  # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
-  export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP}" # not SIGQUIT
-  (trap '' USR1 USR2 QUIT && exec "${alone[@]}" "$@") &
-  child=$!
-  [[ -z "$stop_received" ]] || stop
-  while kill -0 "$child" 2>/dev/null; do
-    wait "$child" || true # a signal interrupts it
-  done 2>/dev/null        # hide the shell's "Killed" message
-  wait "$child" || status=$?
-  [[ -z "$ranks_signaled" ]] || pkill -KILL --session "$ranks_signaled" || true # their own children, as of mp.spawn
-  child=""
-  return "$status"
-}
-
-# torchrun_process: prints its id; in a container, it is the child of Apptainer.
-torchrun_process() {
-  [[ -n "${APPTAINER_IMAGE:-}" ]] && pgrep -P "$child" || echo "$child"
-}
-
-stop() {
-  if [[ -z "$child" ]]; then
-    stop_received=1
-    return
-  fi
-  local torchrun
-  torchrun="$(torchrun_process)"
-  # shellcheck disable=SC2064
-  trap "pkill -KILL -P $torchrun || true; kill -KILL $torchrun $child || true" INT
-  local ranks
-  ranks="$(pgrep -d, -P "$torchrun")" || true # each is the leader of a session
-  if pkill -TERM -P "$torchrun"; then
-    ranks_signaled="$ranks"
-  elif [[ -z "$ranks_signaled" ]]; then # no ranks yet: nothing to save
-    kill -KILL "$child" || true
-  fi
-}
-
-# oom_kills: prints how often the kernel has killed a process of this job's cgroup (v1, v2) for its memory.
-oom_kills() {
-  local group
-  group="$(sed -nE 's/^[0-9]+:(memory)?:/\1/p' /proc/self/cgroup | sort | tail -n 1)" || true # v1: "memory/..."
-  cat "/sys/fs/cgroup/$group"/memory.{oom_control,events} 2>/dev/null |
-    awk '$1 == "oom_kill" { n = $2 } END { print n + 0 }' || true
-}
-
-# killed_rank LOG: prints which rank a signal has ended first, from torchrun's report.
-killed_rank() {
-  sed -n '/^Root Cause/,$p' "$1" |
-    awk '/^ *rank +:/ { rank = $3 } /Signal [0-9]+ \(SIG/ { gsub("[()]", "", $5); print "rank " rank " was ended by " $5; exit }'
 }
 
 main() {
@@ -230,8 +158,6 @@ main() {
   cores="$(nproc)" # this too would read OMP_NUM_THREADS
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC_PER_NODE ? cores / NPROC_PER_NODE : 1))}"
   export LOGLEVEL="$LOG_LEVEL"
-  # If SIGTERM also reaches torchrun, it kills its ranks after 30 s: too soon for a large checkpoint.
-  export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
   fi
@@ -239,36 +165,7 @@ main() {
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_${SLURM_JOB_ID:-$$}_node$rank.log" # jobs may start at the same time
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
-  # tee ignores signals: it must run until the ranks have written their last lines.
-  exec &> >(trap '' HUP INT QUIT TERM USR1 USR2 && exec tee -ap "$logs/$log")
-  local tee=$! status=0 kills killed own_reports=""
-  if [[ -z "${FAILURE_FILE:-}" ]]; then # not under supervise.py
-    own_reports="$(mktemp -d)"
-    export FAILURE_FILE="$own_reports/failure.json"
-  fi
-  kills="$(oom_kills)"
-  run_ranks "${command[@]}" || status=$?
-  trap '' HUP INT TERM USR1 USR2
-  # The report of a rank, if there is one, is more precise.
-  if [[ "$status" != 0 && ! -s "${FAILURE_FILE:-}" ]]; then
-    sleep 0.2 # until tee has written torchrun's report
-    if (($(oom_kills) > kills)); then
-      report_failure "out of memory" "the kernel killed a process because the job ran out of memory: request more --mem, or use fewer --num-workers"
-    elif killed="$(killed_rank "$logs/$log")" && [[ -n "$killed" && -z "$ranks_signaled" ]]; then
-      report_failure killed "$killed"
-    fi
-  fi
-  if [[ -n "$own_reports" ]]; then # torchrun prints 40 lines after a rank's error: repeat it, as supervise.py does
-    "${PYTHON:-python3}" -c 'import json, sys; print("cluster_train.sh: error: rank {rank} on {host}: {reason}".format(
-      **json.load(open(sys.argv[1]))), file=sys.stderr)' "$FAILURE_FILE" 2>&1 | grep "^cluster_train" >&2 || true
-    rm -rf "$own_reports"
-  fi
-  exec &>/dev/null
-  for _ in {1..500}; do # wait for the last lines on a slow terminal
-    kill -0 "$tee" || break
-    sleep 0.01
-  done
-  exit "$status"
+  exec "${PYTHON:-python3}" scripts/run_torchrun.py "$logs/$log" "${command[@]}"
 }
 
 main "$@"

@@ -1,4 +1,4 @@
-"""Warns once when the memory of a node is nearly used up: for guard.py, on each node."""
+"""The memory of a node: a warning when it is nearly used up, and whom the kernel has killed."""
 
 from __future__ import annotations
 
@@ -61,6 +61,20 @@ def usage() -> tuple[int, int]:
                 used = int((directory / used_file).read_text()) - cache
                 fullest = max(fullest, (used, limit), key=lambda one: one[0] / one[1])
     return fullest
+
+
+def oom_kills() -> int:
+    """How often the kernel has killed a process of the cgroup of this process for its memory."""
+    kills = 0
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for name in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
+                file = Path("/sys/fs/cgroup", controllers, path[1:], name)
+                if file.exists():
+                    facts = dict(map(str.split, file.read_text().splitlines()))
+                    kills += int(facts.get("oom_kill", 0))
+    return kills
 
 
 def sizes_of_ranks() -> dict[int, int]:

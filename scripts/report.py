@@ -22,11 +22,13 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def write_failure(cause: str, reason: str, rank: int, host: str = HOST, **more) -> None:
+def write_failure(cause: str, reason: str, rank: int | None, host: str = HOST, **more) -> None:
     """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so."""
     file = os.environ.get("FAILURE_FILE")
     if file:
-        facts = {"cause": cause, "reason": reason, "rank": rank, "host": host, **more}
+        facts = {"cause": cause, "reason": reason, "host": host, **more}
+        if rank is not None:
+            facts["rank"] = rank
         with suppress(OSError), open(file, "x") as first:
             json.dump(facts, first)
 

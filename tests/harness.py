@@ -243,7 +243,7 @@ def processes_by_kind(name: str, value) -> dict[str, list[int]]:
             kind = "supervisor"
         elif line.startswith("tee"):
             kind = "log"
-        elif "cluster_train.sh" in line:
+        elif "cluster_train.sh" in line or "run_torchrun.py" in line:
             kind = "launcher"
         elif "torch.distributed.run" in line:
             kind = "agent"

@@ -51,11 +51,13 @@ def kind_of(host: str, pid: int, line: str) -> str:
         return "sshd"
     if "ssh/node.py" in line:
         return "reaper" if "node.py" in line_of(parent_of(pid)) else "node.py"
+    if "cluster_train.sh" in line or "run_torchrun.py" in line:
+        return "script"
     if "torch.distributed.run" in line:
         return "agent"
     if "guard.py" in line:
         return "worker" if is_rank(line_of(parent_of(pid))) else "rank"
-    return "script" if "cluster_train.sh" in line else ""
+    return ""
 
 
 def line_of(pid: int) -> str:

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Run torchrun on this node, so that its ranks can save when they are stopped; write the log.
+
+Usage: scripts/run_torchrun.py LOG COMMAND [ARGUMENT ...]
+
+scripts/cluster_train.sh ends with this. SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C are forwarded
+to the ranks, once, as SIGTERM: they save and exit, so torchrun exits without an error. A second
+Ctrl-C kills them; a second SIGTERM does not, because Slurm sends it twice in quick succession.
+SIGQUIT makes the ranks print their stacks and go on.
+The output is also written to the file LOG. If a rank was killed, this is what FAILURE_FILE says
+(see guard.py). Without one, the reason why a rank has failed is printed again at the end, below the
+40 lines of torchrun.
+Exit code: that of COMMAND; 128 + N if signal N killed it. Needs only Python 3.8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import memory
+from report import parent_of, say, write_failure
+
+TO_STOP = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
+FORWARDED = TO_STOP | {signal.SIGQUIT}
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
+LOG_SECONDS = 5  # for the last lines on a slow terminal
+
+
+def main() -> int:
+    log, *command = sys.argv[1:]
+    # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP")  # not SIGQUIT
+    # If SIGTERM also reaches torchrun, it kills its ranks after 30 s: too soon for some checkpoints.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    supervised = os.environ.get("FAILURE_FILE")
+    with tempfile.TemporaryDirectory() as own_reports:
+        failure_file = supervised or os.path.join(own_reports, "failure.json")
+        os.environ["FAILURE_FILE"] = failure_file
+        tee = start_tee(log)
+        kills = memory.oom_kills()
+        torchrun = Torchrun()
+        code = torchrun.run(command)
+        ignore_signals()
+        if code != 0 and not os.path.exists(failure_file):
+            time.sleep(0.2)  # until tee has written torchrun's report
+            write_why_killed(kills, log, torchrun.stopped_ranks)
+        if code != 0 and not supervised:  # supervise.py does so, too
+            repeat(failure_file)
+    end_tee(tee)
+    return code if code >= 0 else 128 - code
+
+
+class Torchrun:
+    """torchrun and its ranks, which are its children."""
+
+    def __init__(self):
+        self.process: subprocess.Popen | None = None
+        self.stopped_ranks: list[int] = []  # those that SIGTERM was sent to
+        self.is_stopping = False
+
+    def run(self, command: list[str]) -> int:
+        """Run it until it exits. Returns its exit code, -N if signal N killed it."""
+        # A signal that arrives in between waits until there is a process to forward it to.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        for number in FORWARDED:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.on_signal)
+        # In a new session, so that Ctrl-C does not reach it.
+        self.process = subprocess.Popen(command, start_new_session=True, preexec_fn=before_torchrun)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        code = self.process.wait()
+        for rank in self.stopped_ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank, signal.SIGKILL)  # its own children, as of mp.spawn
+        return code
+
+    def on_signal(self, number: int, _frame) -> None:
+        if number == signal.SIGQUIT:
+            send(number, self.ranks())
+        elif not self.is_stopping:
+            self.stop(number)
+        elif number == signal.SIGINT:
+            send(signal.SIGKILL, [*self.ranks(), self.torchrun(), self.process.pid])
+
+    def stop(self, number: int) -> None:
+        self.is_stopping = True
+        if number == signal.SIGINT:
+            text = b"stopping: all ranks save and exit; press Ctrl-C again to kill them\n"
+            with suppress(OSError):
+                os.write(1, text)
+        self.stopped_ranks = self.ranks()
+        send(signal.SIGTERM, self.stopped_ranks)
+        if not self.stopped_ranks:  # nothing to save
+            self.process.kill()
+
+    def ranks(self) -> list[int]:
+        """Each is the leader of a session of its own."""
+        return children_of(self.torchrun())
+
+    def torchrun(self) -> int:
+        """In a container, it is the child of Apptainer."""
+        inner = children_of(self.process.pid) if os.environ.get("APPTAINER_IMAGE") else []
+        return inner[0] if inner else self.process.pid
+
+
+def before_torchrun() -> None:
+    """In the child, before it becomes torchrun."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # if this process is killed
+
+
+def children_of(parent: int) -> list[int]:
+    children = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        process = int(directory.name)
+        with suppress(OSError, IndexError):  # it has just ended
+            if parent_of(process) == parent:
+                children.append(process)
+    return children
+
+
+def send(number: int, processes: list[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+# ---------------------------------------------------------------------------- log and reason
+
+
+def start_tee(log: str) -> subprocess.Popen:
+    """From now on, the output of this process and its children also goes to the log file."""
+    # It ignores signals, because it must run until the ranks have written their last lines.
+    command = ["tee", "-ap", log]
+    tee = subprocess.Popen(command, stdin=subprocess.PIPE, preexec_fn=ignore_signals)
+    os.dup2(tee.stdin.fileno(), 1)
+    os.dup2(tee.stdin.fileno(), 2)
+    tee.stdin.close()
+    return tee
+
+
+def ignore_signals() -> None:
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_tee(tee: subprocess.Popen) -> None:
+    """Wait until it has written all."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    with suppress(subprocess.TimeoutExpired):
+        tee.wait(LOG_SECONDS)
+
+
+def write_why_killed(kills: int, log: str, stopped_ranks: list[int]) -> None:
+    """Write FAILURE_FILE for a rank that could not do it itself.
+
+    kills: what memory.oom_kills() returned before; stopped_ranks: those that were asked to stop.
+    """
+    if memory.oom_kills() > kills:
+        text = "the kernel killed a process because the job ran out of memory: request more --mem, "
+        write_failure("out of memory", text + "or use fewer --num-workers", None)
+        return
+    report = Path(log).read_text(errors="replace").rpartition("\nRoot Cause")[2]  # torchrun's
+    killed = re.search(r"^ *rank +: (\d+)(?:.*\n)+?.*Signal \d+ \((SIG\w+)\)", report, re.M)
+    if killed and not stopped_ranks:
+        write_failure("killed", f"ended by {killed[2]}", int(killed[1]))
+
+
+def repeat(failure_file: str) -> None:
+    """Print the reason in the file, if there is one."""
+    with suppress(OSError, ValueError):
+        failure = json.loads(Path(failure_file).read_text())
+        rank = f"rank {failure['rank']} on " if "rank" in failure else ""
+        say(f"cluster_train.sh: error: {rank}{failure['host']}: {failure['reason']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
