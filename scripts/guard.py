@@ -95,6 +95,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent proc
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
 KEPT_BYTES = 384 << 20  # of freed memory; if more is free, all of it is returned
+OOM_KILLS = memory.oom_kills()  # before the script
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
 
 
@@ -619,6 +620,8 @@ def report_error(
     signals: what log_signals() has returned.
     """
     if has_lost_rank(error):
+        if memory.oom_kills() > OOM_KILLS:
+            write_failure("out of memory", memory.KILLED, None)
         end_if_asked(error, rank, signals)
         wait_for_lost_rank(rank, watch)
         return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 from report import HOST, parent_of, say
 
+REMEDY = "request more --mem, or use fewer --num-workers"
+KILLED = f"the kernel killed a process because the job ran out of memory: {REMEDY}"
 SHARE = 0.9  # of the limit
 SECONDS = 10  # between two looks
 CGROUP_FILES = {  # by controllers: of the limit, of what is in use; the cache in memory.stat
@@ -35,7 +38,7 @@ def watch_until(over: threading.Event) -> None:
             gib = 1 << 30
             text = f"{used / gib:.1f} of {limit / gib:.1f} GiB of memory are in use on {HOST}; "
             text += f"{name_of(grown)} grew most, from {first[grown] / gib:.1f} to "
-            text += f"{sizes[grown] / gib:.1f} GiB: request more --mem, or use fewer --num-workers"
+            text += f"{sizes[grown] / gib:.1f} GiB: {REMEDY}"
             say(f"guard.py: WARNING: {text}")
             return
 
@@ -64,17 +67,26 @@ def usage() -> tuple[int, int]:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed a process of the cgroup of this process for its memory."""
+    """How often the kernel has killed a process for its memory in this cgroup or Slurm step."""
     kills = 0
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            for name in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
-                file = Path("/sys/fs/cgroup", controllers, path[1:], name)
-                if file.exists():
+            if controllers in CGROUP_FILES:
+                for file in files_with_kills(controllers, path):
                     facts = dict(map(str.split, file.read_text().splitlines()))
                     kills += int(facts.get("oom_kill", 0))
     return kills
+
+
+def files_with_kills(controllers: str, path: str) -> list[Path]:
+    """Those of cgroup v2 or v1; the tasks of a step have cgroups of their own."""
+    step = re.match("(.*/step_[^/]+)/", path)
+    directory = Path("/sys/fs/cgroup", controllers, (step[1] if step else path)[1:])
+    files = [directory / "memory.events", directory / "memory.oom_control"]
+    if step:  # v1 counts in each cgroup alone
+        files += directory.glob("*/memory.oom_control")
+    return [file for file in files if file.exists()]
 
 
 def sizes_of_ranks() -> dict[int, int]:

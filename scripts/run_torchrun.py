@@ -40,7 +40,7 @@ def main() -> int:
     log, *command = sys.argv[1:]
     # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP")  # not SIGQUIT
-    # If SIGTERM also reaches torchrun, it kills its ranks after 30 s: too soon for some checkpoints.
+    # If SIGTERM also reaches torchrun, it kills its ranks after 30 s: too soon for some saves.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     supervised = os.environ.get("FAILURE_FILE")
     with tempfile.TemporaryDirectory() as own_reports:
@@ -171,8 +171,7 @@ def write_why_killed(kills: int, log: str, stopped_ranks: list[int]) -> None:
     kills: what memory.oom_kills() returned before; stopped_ranks: those that were asked to stop.
     """
     if memory.oom_kills() > kills:
-        text = "the kernel killed a process because the job ran out of memory: request more --mem, "
-        write_failure("out of memory", text + "or use fewer --num-workers", None)
+        write_failure("out of memory", memory.KILLED, None)
         return
     report = Path(log).read_text(errors="replace").rpartition("\nRoot Cause")[2]  # torchrun's
     killed = re.search(r"^ *rank +: (\d+)(?:.*\n)+?.*Signal \d+ \((SIG\w+)\)", report, re.M)

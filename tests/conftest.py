@@ -139,7 +139,8 @@ def memory_cgroup() -> Path:
 
 
 def removed(group: Path) -> bool:
-    """Remove a cgroup; it is busy until its last process has ended."""
+    """Remove a cgroup and those in it; it is busy until its last process has ended."""
     with suppress(OSError):
-        group.rmdir()
+        for inner in [*group.glob("*/*/"), *group.glob("*/"), group]:
+            inner.rmdir()
     return not group.exists()

@@ -1372,6 +1372,27 @@ def test_the_first_failure_is_kept_and_a_rank_that_lost_another_exits_later(tmp_
     assert written["reason"] == "OSError: the disk is gone"
 
 
+def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported_by_the_others(
+    tmp_path, memory_cgroup
+):
+    """The cgroups are those of two tasks of a Slurm step."""
+    (memory_cgroup / "memory.limit_in_bytes").write_text("2G")
+    tasks = [memory_cgroup / f"step_0/task_{rank}" for rank in range(2)]
+    for task in tasks:
+        task.mkdir(parents=True)
+    fault = "words = [b'x' * 10**7 for _ in range(500)] if rank == 1 and step == 5 else []"
+    failure = tmp_path / "failure"
+
+    def env(rank) -> dict:
+        return {"FAILURE_FILE": failure, "GROUP": tasks[rank]}
+
+    before = "import os; open(os.environ['GROUP'] + '/cgroup.procs', 'w').write('0')"  # itself
+    result = run(2, write(tmp_path, fault), env=env, before=before)
+    assert result.codes[1] == -signal.SIGKILL
+    written = json.loads(failure.read_text())
+    assert written["cause"] == "out of memory" and "rank" not in written
+
+
 @pytest.mark.parametrize("other", ["", "signal.set_wakeup_fd(-1)"])
 def test_a_rank_that_the_launcher_has_asked_to_end_does_not_wait_for_the_others(tmp_path, other):
     """The script handles SIGTERM while it waits for a rank that has been killed."""
