@@ -47,10 +47,6 @@ fail() {
   exit 2
 }
 
-print_help() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-}
-
 # gpus_per_node: prints the number of GPUs that a step gets on each node. With --exclusive, that is what the
 # job requested, not all GPUs. SLURM_GPUS_PER_NODE does not reflect --gres on the command line.
 gpus_per_node() {
@@ -74,7 +70,7 @@ takes() {
 
 main() {
   if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    print_help
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
     exit
   fi
   [[ -n "${SLURM_JOB_ID:-}$DRY_RUN" ]] ||
@@ -108,9 +104,6 @@ main() {
   [[ -n "${SLURM_OVERCOMMIT:-}$DRY_RUN" || "$cores" -ge "$gpus" ]] || fail "the job has too few cores on a node" \
     "($cores) for $gpus ranks: request --ntasks-per-node=$gpus, or --overcommit"
   cores="$((cores > gpus ? cores / gpus : 1))"
-  unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
-    SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND \
-    SLURM_NTASKS SLURM_NPROCS
   [[ -z "$BACKEND" ]] || ! takes --distributed-backend || set -- --distributed-backend "$BACKEND" "$@"
   ! takes --config || set -- --config "$config" "$@"
   local script=(scripts/guard.py "$TRAIN_SCRIPT")

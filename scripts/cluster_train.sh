@@ -24,8 +24,9 @@
 #   scripts/cluster_train.sh configs/default_config.yaml
 #   scripts/cluster_train.sh configs/default_config.yaml 2 1 node01 29400 --epochs 10
 
-set -euo pipefail +o posix  # POSIXLY_CORRECT changes bash
-unset CDPATH PYTHONSAFEPATH # they change what cd and import find
+set +o posix # POSIXLY_CORRECT changes bash
+# shellcheck source=scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"
@@ -42,10 +43,6 @@ fail() {
   (set -o noclobber && printf '{"cause": "configuration", "reason": "%s", "host": "%s"}\n' "$*" "$(hostname)" \
     >"${FAILURE_FILE:-/dev/null}") 2>/dev/null || true # for supervise.py
   exit 2
-}
-
-print_help() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
 # answer_of COMMAND...: the last line that it prints; a Python of the site may print others before.
@@ -72,10 +69,6 @@ takes() {
 }
 
 main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    print_help
-    exit
-  fi
   # Other programs use these names, too.
   if [[ ! "$LAUNCHER" =~ ^torch\.distributed\.(run|launch)$ ]]; then
     echo "cluster_train.sh: WARNING: LAUNCHER=$LAUNCHER is another program's, and is ignored" >&2

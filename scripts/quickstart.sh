@@ -18,24 +18,14 @@
 #   TORCH_INDEX=cpu scripts/quickstart.sh
 #   RUN_DIR=runs/resnet scripts/quickstart.sh --model resnet18 --epochs 1
 
-set -euo pipefail
-unset CDPATH PYTHONSAFEPATH # they change what cd and import find
+# shellcheck source=scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 PYTHON="${PYTHON:-python3}"
 VENV="${VENV:-.venv}"
 RUN_DIR="${RUN_DIR:-runs/quickstart}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 TORCH_INDEX="${TORCH_INDEX:-}"
-
-# A copy in each script: sourcing a file would take as many lines.
-fail() {
-  echo "quickstart.sh: error: $*" >&2
-  exit 2
-}
-
-print_help() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-}
 
 install() {
   if [[ ! -x "$VENV/bin/pip" ]]; then
@@ -81,12 +71,6 @@ except trainer.UserError as error:
 }
 
 main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    print_help
-    exit
-  fi
-  [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
-    fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   install
   if [[ "${1:-}" == --install-only ]]; then

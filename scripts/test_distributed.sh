@@ -13,20 +13,10 @@
 #   scripts/test_distributed.sh 2
 #   salloc --nodes=2 --gpus-per-node=4 scripts/test_distributed.sh
 
-set -euo pipefail
-unset CDPATH PYTHONSAFEPATH # they change what cd and import find
+# shellcheck source=scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 DRY_RUN="${DRY_RUN:-}"
-
-print_help() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-}
-
-# A copy in each script: sourcing a file would take as many lines.
-fail() {
-  echo "test_distributed.sh: error: $*" >&2
-  exit 2
-}
 
 finish() {
   echo "$*"
@@ -60,23 +50,7 @@ train() {
     "${@:2}"
 }
 
-# compare A B: succeeds if the weights and optimizer states of the two checkpoints are equal.
-compare() {
-  "${python[@]}" - "$@" <<'END'
-import sys, torch
-
-a, b = (torch.load(path, weights_only=True, map_location="cpu") for path in sys.argv[1:])
-state = [[*s["model"].values(), *(v for values in s["optimizer"]["state"].values()
-                                  for v in values.values() if torch.is_tensor(v))] for s in (a, b)]
-sys.exit(not state[0] or len(state[0]) != len(state[1]) or not all(map(torch.equal, *state)))
-END
-}
-
 main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    print_help
-    exit
-  fi
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
@@ -96,7 +70,7 @@ main() {
   train straight
   train resumed --resume "$directory/straight/checkpoint_step_10.pt"
   [[ -z "$DRY_RUN" ]] || exit 0
-  compare "$directory"/{straight,resumed}/checkpoint_step_20.pt ||
+  "${python[@]}" scripts/compare_runs.py "$directory"/{straight,resumed}/checkpoint_step_20.pt ||
     finish "FAIL: the run resumed at step 10 ends with different weights (see $directory)"
   finish "PASS: 20 steps and a run resumed at step 10 end with the same weights"
 }

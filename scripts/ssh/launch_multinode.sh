@@ -10,19 +10,8 @@
 #   scripts/ssh/launch_multinode.sh configs/default_config.yaml 4 2 0 node01    # on node01
 #   scripts/ssh/launch_multinode.sh configs/default_config.yaml 4 2 1 node01    # on node02
 
-set -euo pipefail
+# shellcheck source=scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-print_help() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-}
-
-main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    print_help
-    exit
-  fi
-  export LAUNCHER=torch.distributed.launch
-  exec "$(dirname "${BASH_SOURCE[0]}")/launch_torchrun_multinode.sh" "$@"
-}
-
-main "$@"
+export LAUNCHER=torch.distributed.launch
+exec "$(dirname "${BASH_SOURCE[0]}")/launch_torchrun_multinode.sh" "$@"

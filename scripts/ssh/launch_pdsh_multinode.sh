@@ -13,28 +13,12 @@
 #   scripts/ssh/launch_pdsh_multinode.sh configs/default_config.yaml 8 'node[01-16]'
 #   DRY_RUN=1 scripts/ssh/launch_pdsh_multinode.sh configs/default_config.yaml 8 'rack[01-02]-n[1-4]'
 
-set -euo pipefail
+# shellcheck source=scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-# A copy in each script: sourcing a file would take as many lines.
-fail() {
-  echo "launch_pdsh_multinode.sh: error: $*" >&2
-  exit 2
-}
-
-main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-    exit
-  fi
-  [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
-    fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
-  [[ -n "$(command -v pdsh)" ]] || fail "pdsh is not installed here: use launch_torchrun_auto.sh"
-  [[ $# -gt 2 && "$3" != -* ]] || fail "no HOSTS: CONFIG GPUS_PER_NODE HOSTS [options]"
-  local hosts
-  mapfile -t hosts < <(pdsh -R exec -f 1 -N -w "$3" echo %h)
-  [[ ${#hosts[@]} -gt 0 ]] || fail "pdsh finds no hosts in '$3'"
-  export FAN_OUT=pdsh
-  exec "$(dirname "${BASH_SOURCE[0]}")/launch_torchrun_auto.sh" "$1" "$2" "${hosts[@]}" "${@:4}"
-}
-
-main "$@"
+[[ -n "$(command -v pdsh)" ]] || fail "pdsh is not installed here: use launch_torchrun_auto.sh"
+[[ $# -gt 2 && "$3" != -* ]] || fail "no HOSTS: CONFIG GPUS_PER_NODE HOSTS [options]"
+mapfile -t hosts < <(pdsh -R exec -f 1 -N -w "$3" echo %h)
+[[ ${#hosts[@]} -gt 0 ]] || fail "pdsh finds no hosts in '$3'"
+export FAN_OUT=pdsh
+exec "$(dirname "${BASH_SOURCE[0]}")/launch_torchrun_auto.sh" "$1" "$2" "${hosts[@]}" "${@:4}"

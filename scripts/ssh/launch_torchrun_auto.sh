@@ -22,46 +22,25 @@
 #   scripts/ssh/launch_torchrun_auto.sh configs/default_config.yaml 4 node01 node02
 #   NCCL_DEBUG=INFO scripts/ssh/launch_torchrun_auto.sh configs/default_config.yaml 8 a b c --epochs 10
 
-set -euo pipefail
-unset CDPATH PYTHONSAFEPATH # they change what cd and import find
+# shellcheck source=scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MASTER_ADDR="${MASTER_ADDR:-}"
-MASTER_PORT="${MASTER_PORT:-}"
-REPO_ROOT="${REPO_ROOT:-}"
-FAN_OUT="${FAN_OUT:-ssh}"
-LOG_DIR="${LOG_DIR:-logs}"
-DRY_RUN="${DRY_RUN:-}"
-
-# A copy in each script: sourcing a file would take as many lines.
-fail() {
-  echo "launch_torchrun_auto.sh: error: $*" >&2
-  exit 2
-}
-
-main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-    exit
-  fi
-  [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
-    fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
-  [[ $# -gt 2 && "$1" != -* ]] || fail "the arguments are CONFIG GPUS_PER_NODE HOST ... [options]"
-  [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS_PER_NODE HOST ...: '$2' is not a number of GPUs"
-  local config="$1" hosts=() command=(env "NPROC_PER_NODE=$2" scripts/ssh/launch.py)
-  shift 2
-  while [[ $# -gt 0 && "$1" != -* ]]; do
-    [[ "$1" =~ ^[A-Za-z0-9][A-Za-z0-9.:_-]*$ ]] || fail "'$1' is not a host name"
-    [[ " ${hosts[*]} " != *" $1 "* ]] || fail "$1 is named twice"
-    hosts+=("$1")
-    shift
-  done
-  [[ ${#hosts[@]} -gt 0 ]] || fail "CONFIG GPUS_PER_NODE HOST ...: there is no HOST"
-  cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-  mkdir -p "$LOG_DIR" && [[ -w "$LOG_DIR" ]] || fail "cannot write to $LOG_DIR: set LOG_DIR"
-  [[ "$FAN_OUT" != pdsh ]] || command+=(--pdsh)
-  command+=("${hosts[@]}" -- "$config" "$@")
-  echo "\$$(printf ' %q' "${command[@]}")"
-  [[ -n "$DRY_RUN" ]] || exec "${command[@]}"
-}
-
-main "$@"
+[[ $# -gt 2 && "$1" != -* ]] || fail "the arguments are CONFIG GPUS_PER_NODE HOST ... [options]"
+[[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS_PER_NODE HOST ...: '$2' is not a number of GPUs"
+config="$1"
+hosts=()
+command=(env "NPROC_PER_NODE=$2" scripts/ssh/launch.py)
+shift 2
+while [[ $# -gt 0 && "$1" != -* ]]; do
+  [[ "$1" =~ ^[A-Za-z0-9][A-Za-z0-9.:_-]*$ ]] || fail "'$1' is not a host name"
+  [[ " ${hosts[*]} " != *" $1 "* ]] || fail "$1 is named twice"
+  hosts+=("$1")
+  shift
+done
+[[ ${#hosts[@]} -gt 0 ]] || fail "CONFIG GPUS_PER_NODE HOST ...: there is no HOST"
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+mkdir -p "${LOG_DIR:=logs}" && [[ -w "$LOG_DIR" ]] || fail "cannot write to $LOG_DIR: set LOG_DIR"
+[[ "${FAN_OUT:-ssh}" != pdsh ]] || command+=(--pdsh)
+command+=("${hosts[@]}" -- "$config" "$@")
+echo "\$$(printf ' %q' "${command[@]}")"
+[[ -n "${DRY_RUN:-}" ]] || exec "${command[@]}"

@@ -14,33 +14,14 @@
 #   scripts/ssh/launch_torchrun_multinode.sh configs/default_config.yaml 4 2 0 node01    # on node01
 #   scripts/ssh/launch_torchrun_multinode.sh configs/default_config.yaml 4 2 1 node01    # on node02
 
-set -euo pipefail
+# shellcheck source=scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-MASTER_PORT="${MASTER_PORT:-29400}"
-
-# A copy in each script: sourcing a file would take as many lines.
-fail() {
-  echo "launch_torchrun_multinode.sh: error: $*" >&2
-  exit 2
-}
-
-print_help() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-}
-
-main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    print_help
-    exit
-  fi
-  local usage="CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR"
-  [[ $# -gt 4 && "$1" != -* ]] || fail "the arguments are $usage [options]"
-  [[ "$2 $3 $4" =~ ^[1-9][0-9]*\ [1-9][0-9]*\ [0-9]+$ ]] ||
-    fail "$usage: '$2', '$3' and '$4' should be numbers"
-  (($4 < $3)) || fail "$usage: of $3 nodes, the ranks are 0 to $(($3 - 1)), not $4"
-  [[ "$5" =~ ^[A-Za-z0-9] ]] || fail "$usage: '$5' is not a MASTER_ADDR"
-  export NPROC_PER_NODE="$2"
-  exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" "$3" "$4" "$5" "$MASTER_PORT" "${@:6}"
-}
-
-main "$@"
+usage="CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR"
+[[ $# -gt 4 && "$1" != -* ]] || fail "the arguments are $usage [options]"
+[[ "$2 $3 $4" =~ ^[1-9][0-9]*\ [1-9][0-9]*\ [0-9]+$ ]] ||
+  fail "$usage: '$2', '$3' and '$4' should be numbers"
+(($4 < $3)) || fail "$usage: of $3 nodes, the ranks are 0 to $(($3 - 1)), not $4"
+[[ "$5" =~ ^[A-Za-z0-9] ]] || fail "$usage: '$5' is not a MASTER_ADDR"
+export NPROC_PER_NODE="$2"
+exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" "$3" "$4" "$5" "${MASTER_PORT:-29400}" "${@:6}"
