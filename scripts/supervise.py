@@ -118,7 +118,7 @@ def main():
     if not shutil.which(command[0]):
         log(f"error: cannot start {command[0]}: there is no such program")
         return 2
-    if never_restarts(command):
+    if never_restarts():
         os.environ["ATTEMPT"] = "1"
         nodes = nodes_of_job()
         if nodes and is_srun(command):
@@ -150,14 +150,11 @@ def number(name, kind, default):
     return value
 
 
-def never_restarts(command):
-    """Whether COMMAND only prints commands, only checks the nodes, or fails at once."""
+def never_restarts():
+    """Whether COMMAND only prints commands, or only checks the nodes."""
     if os.environ.get("DRY_RUN"):
         return True
-    if os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py"):
-        return True
-    outside_pbs = "PBS_JOBID" not in os.environ
-    return outside_pbs and "pbs_train.sh" in " ".join(command)
+    return os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py")
 
 
 def log(text):

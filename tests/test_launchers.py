@@ -223,7 +223,7 @@ SUPERVISED = f"{sys.executable} scripts/supervise.py"
         ("run_distributed.slurm", f"{SUPERVISED} srun --export=ALL --ntasks-per-node=1 "),
         ("slurm_train_multinode.sh", f"{SUPERVISED} srun --export=ALL --ntasks-per-node=1 "),
         ("slurm_train_single_node.sh", f"{SUPERVISED} srun --export=ALL --ntasks-per-node=1 "),
-        ("scripts/pbs/pbs_train.sh", "pbsdsh -n 0 -- scripts/cluster_train.sh "),
+        ("scripts/pbs/pbs_train.sh", f"{SUPERVISED} {sys.executable} scripts/ssh/launch.py --pbs "),
         ("scripts/cluster_train.sh", f"{sys.executable} -m torch.distributed.run "),
     ],
 )
@@ -655,7 +655,8 @@ def test_hosts_in_excluded_nodes_are_not_used_unless_too_few_would_remain(
     monkeypatch.setenv("EXCLUDED_NODES", excluded)
     monkeypatch.setenv("NNODES", wanted)
     monkeypatch.delenv("NODES_FILE", raising=False)
-    assert load(REPO / "scripts/ssh/launch.py").choose_hosts(["node01", "node02"]) == used
+    launch = load(REPO / "scripts/ssh/launch.py")
+    assert launch.choose_hosts(["node01", "node02"], "ssh") == used
 
 
 def test_the_smoke_test_says_why_it_fails(tmp_path):

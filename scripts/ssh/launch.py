@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Run scripts/cluster_train.sh on all hosts, by ssh or pdsh, with this process's environment.
+"""Run scripts/cluster_train.sh on all hosts, with this process's environment.
 
 Usage: scripts/ssh/launch.py [--pdsh] HOST [HOST ...] -- CONFIG [options of the training script]
+       scripts/ssh/launch.py --pbs -- CONFIG [options of the training script]
 
-Called by launch_torchrun_auto.sh and launch_pdsh_multinode.sh; see their --help. For each host, it
-starts `launch.py --connect`, which starts ssh, which runs node.py on the host.
+Called by launch_torchrun_auto.sh, launch_pdsh_multinode.sh and pbs_train.sh; see their --help. For
+each host, it starts `launch.py --connect`, which starts ssh, which runs node.py on the host. In a
+PBS job, the hosts are those of the job, and `launch.py --connect-pbs` starts pbsdsh.
 Exit code: that of the first node that failed (255: ssh); 2 user error; 130 after a second Ctrl-C.
 """
 
@@ -19,16 +21,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 
-from node import END_SECONDS, HANG_SECONDS, exit_code, request, stop_with_parent
+from node import END_SECONDS, HANG_SECONDS, Files, exit_code, request, stop_with_parent
 
 # If the connection is lost, ssh exits after 3 x 15 seconds. The remote command line is only
 # `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
 SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
 PROBE_SECONDS = 30  # for ssh to connect to a host, if there are spares
 HOSTS_PER_SECOND = 10  # a jump host may refuse many new connections at once
+STATUS_SECONDS = 30  # after pbsdsh has exited, for the exit code of its node
 # Input of that bash, on the host.
 RUN = """cd {repository} 2>/dev/null || {{
   echo "launch.py: error: $(hostname): the repository is not at the same path here: set REPO_ROOT"
@@ -49,25 +53,25 @@ exec "$python" scripts/{script}
 
 def main():
     words = sys.argv[1:]
-    if words[:1] == ["--connect"]:
+    if words[0] in ("--connect", "--connect-pbs"):
+        connect_to = {"--connect": connect, "--connect-pbs": connect_by_pbs}[words[0]]
         path, host, rank = words[1:]
-        return connect(path, host, int(rank))
-    with_pdsh = words[0] == "--pdsh"
-    if with_pdsh:
+        return connect_to(path, host, int(rank))
+    way = "ssh"
+    if words[0] in ("--pdsh", "--pbs"):
+        way = words[0][2:]
         words = words[1:]
     split = words.index("--")
-    given = words[:split]
+    given = list(dict.fromkeys(slots_of_job())) if way == "pbs" else words[:split]
     config = words[split + 1]
     options = words[split + 2 :]
 
-    programs = ["ssh"]
-    if with_pdsh:
-        programs.append("pdsh")
-    for program in programs:
+    programs = {"ssh": ["ssh"], "pdsh": ["ssh", "pdsh"], "pbs": ["pbsdsh"]}
+    for program in programs[way]:
         if not shutil.which(program):
             say(f"error: {program} is not installed here")
             return 2
-    hosts = choose_hosts(given)
+    hosts = choose_hosts(given, way)
     if not hosts:
         return 2  # choose_hosts() has printed the error
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
@@ -77,20 +81,26 @@ def main():
         say(f"error: MASTER_PORT is '{port}', not a number")
         return 2
     if not port:
-        port = free_port(hosts[0])
+        port = free_port(hosts[0], way)
     if not port:
         return 2  # free_port() or the host has printed the error
 
-    run_node = input_of_bash("ssh/node.py")
+    run_node = "" if way == "pbs" else input_of_bash("ssh/node.py")
     nodes = {}
     for rank, host in enumerate(hosts):
         command = ["scripts/cluster_train.sh", config, str(len(hosts)), str(rank), master, port]
         command += options
         nodes[host] = Node(f"{run_node}{request(command)}\n")
-    return run(nodes, with_pdsh)
+    return run(nodes, way)
 
 
-def choose_hosts(given):
+def slots_of_job():
+    """The host of each slot of this PBS job."""
+    with open(os.environ["PBS_NODEFILE"]) as file:
+        return file.read().split()
+
+
+def choose_hosts(given, way):
     """The hosts to train on: not those in EXCLUDED_NODES; with NNODES, the first that answer.
 
     [] if NNODES is wrong.
@@ -111,6 +121,8 @@ def choose_hosts(given):
         hosts = given
     if wanted in (0, len(hosts)):
         return hosts
+    if way == "pbs":
+        return hosts[:wanted]
     lost = unreachable(hosts)
     reached = [host for host in hosts if host not in lost]
     if len(reached) < wanted:
@@ -151,9 +163,11 @@ def input_of_bash(script):
     return RUN.format(repository=shlex.quote(repository), python=shlex.quote(python), script=script)
 
 
-def free_port(host):
+def free_port(host, way):
     """A free port on that host; "" if none was found (the error has then been printed)."""
     command = [*SSH, host, "exec bash -s"]
+    if way == "pbs":  # it is this one
+        command = ["bash", "-s"]
     text = input_of_bash("guard.py --free-port")
     answer = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE)
     if answer.returncode == 255:
@@ -189,7 +203,7 @@ class Node:
         self.status = int(received) if received else 255
 
 
-def run(nodes, with_pdsh):
+def run(nodes, way):
     """Run until all nodes have exited. Returns the exit code."""
     wakeup_read, wakeup_write = socket.socketpair()
     signals = record_signals(wakeup_write)
@@ -200,7 +214,7 @@ def run(nodes, with_pdsh):
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
         path = f"{directory}/socket"
         server = listen(path, len(nodes))
-        starters = start(list(nodes), path, with_pdsh)
+        starters = start(list(nodes), path, way)
         while time.monotonic() < deadline:
             if all(node.status is not None for node in nodes.values()):
                 break
@@ -301,20 +315,23 @@ def wait(server, wakeup_read, nodes, deadline):
                 wakeup_read.recv(4096)
 
 
-def start(hosts, path, with_pdsh):
+def start(hosts, path, way):
     """Start connect() for each host in a new session, so that Ctrl-C does not reach it.
 
     Returns [(name, process)].
     """
-    connect = ["scripts/ssh/launch.py", "--connect", path]
-    if with_pdsh:
+    connect = [sys.executable, "scripts/ssh/launch.py", "--connect", path]
+    if way == "pdsh":
         pdsh = ["pdsh", "-R", "exec", "-f", str(len(hosts)), "-w", ",".join(hosts)]
         command = [*pdsh, *connect, "%h", "%n"]
         return [("pdsh", subprocess.Popen(command, start_new_session=True))]
     starters = []
+    if way == "pbs":
+        connect[2] = "--connect-pbs"
     for rank, host in enumerate(hosts):
         command = [*connect, host, str(rank)]
-        output = None if rank == 0 else subprocess.DEVNULL  # the screen shows node rank 0 only
+        # The screen shows node rank 0 only. PBS writes the output of all to that of the job.
+        output = None if rank == 0 or way == "pbs" else subprocess.DEVNULL
         process = subprocess.Popen(command, stdout=output, start_new_session=True)
         starters.append((host, process))
     return starters
@@ -337,6 +354,40 @@ def connect(path, host, rank):
         subprocess.run(["tee", "-p", log_of(host)], stdin=ssh.stdout)
         code = exit_code(ssh.wait())
         launcher.sendall(str(code).encode())
+
+
+def connect_by_pbs(path, host, rank):
+    """Run pbsdsh for one host. It has no input, and always returns 0: node.py uses files for both.
+
+    They are in LOG_DIR, which all nodes see.
+    """
+    logs = os.path.abspath(os.environ.get("LOG_DIR") or "logs")
+    directory = os.path.join(logs, f"pbs_{os.environ['PBS_JOBID']}_{rank}")
+    with socket.socket(socket.AF_UNIX) as launcher, suppress(ConnectionError, FileNotFoundError):
+        launcher.connect(path)
+        launcher.sendall(f"{host}\n".encode())
+        lines = launcher.makefile("rb")
+        files = Files(directory)
+        files.create(lines.readline())
+        slot = str(slots_of_job().index(host))  # the first one of this host
+        run_node = input_of_bash(f"ssh/node.py --files {shlex.quote(directory)}")
+        pbsdsh = subprocess.Popen(["pbsdsh", "-n", slot, "--", "/bin/bash", "-c", run_node])
+        forwarding = threading.Thread(target=forward, args=(lines, files), daemon=True)
+        forwarding.start()
+        pbsdsh.wait()
+        deadline = time.monotonic() + STATUS_SECONDS
+        while files.status() is None and forwarding.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.1)  # a network file system may lag
+        code = files.status() or b"255"  # it did not start or was killed
+        shutil.rmtree(directory, ignore_errors=True)
+        launcher.sendall(code)
+
+
+def forward(lines, files):
+    """Pass the launcher's words on, until it has exited."""
+    for word in lines:
+        files.write("word", word)
+    files.write("word", b"gone")
 
 
 def log_of(host):

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Run a command on this host for a remote launcher (launch.py, pbs_train.sh), until either ends.
+"""Run a command on this host for launch.py, until either ends.
 
-Standard input has one message per line. First a request: the line that `node.py --request
-COMMAND ...` prints on the launcher's host. Later `stop`: the command should save and exit; or
-`end`: it has END_SECONDS to do so. End of input means that the launcher has exited. When the
-command has exited, all processes that it left behind are killed: those with ON_NODE=ID in their
-environment.
+Usage: node.py [--files DIRECTORY]
+
+Standard input, or with --files a file in DIRECTORY (see Files), has one message per line. First a
+request: the line that `node.py --request COMMAND ...` prints on the launcher's host. Later `stop`:
+the command should save and exit; or `end`: it has END_SECONDS to do so. End of input means that the
+launcher has exited. When the command has exited, all processes that it left behind are killed:
+those with ON_NODE=ID in their environment.
 If node.py is killed, the same happens END_SECONDS later: a PBS job ends with SIGKILL to node.py's
 session only, and torchrun's ranks have sessions of their own.
 Exit code: the command's; 128 + N if signal N killed it.
@@ -52,10 +54,64 @@ def request(command):
     return json.dumps({"command": command, "environment": environment, "id": uuid.uuid4().hex})
 
 
-def serve():
-    """Run the command requested on standard input. Returns the exit code."""
-    launcher = open(0, "rb", buffering=0)  # unbuffered: select() does not see buffered lines
-    line = launcher.readline()
+class StandardInput:
+    """Over ssh: the launcher's lines are on standard input."""
+
+    def __init__(self):
+        self.lines = open(0, "rb", buffering=0)  # unbuffered: select() does not see buffered lines
+
+    def request(self):
+        return self.lines.readline()
+
+    def word(self):
+        """The launcher's next word, b"gone" if it has exited, b"" if there is none."""
+        ready, _, _ = select.select([self.lines], [], [], 0.1)
+        return (self.lines.readline() or b"gone") if ready else b""
+
+
+class Files:
+    """In a PBS job: files in a directory that both hosts see, for the same messages."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def create(self, line):
+        """For the launcher: the first message."""
+        os.makedirs(self.directory, mode=0o700)  # it contains the environment
+        self.write("request", line)
+
+    def write(self, name, content):
+        """At once, so that no reader finds a part of it."""
+        path = os.path.join(self.directory, name)
+        with suppress(OSError):  # the job is over
+            with open(f"{path}.new", "wb") as file:
+                file.write(content)
+            os.replace(f"{path}.new", path)
+
+    def read(self, name):
+        """The content; None if there is no such file."""
+        with suppress(OSError), open(os.path.join(self.directory, name), "rb") as file:
+            return file.read()
+        return None
+
+    def request(self):
+        line = self.read("request") or b""
+        with suppress(OSError):
+            os.remove(os.path.join(self.directory, "request"))
+        return line
+
+    def word(self):
+        time.sleep(0.5)
+        return b"gone" if not os.path.isdir(self.directory) else self.read("word") or b""
+
+    def status(self):
+        """For the launcher: the exit code as text; None if the command has not ended."""
+        return self.read("status")
+
+
+def serve(launcher):
+    """Run the command that the launcher requests. Returns the exit code."""
+    line = launcher.request()
     if not line.endswith(b"\n"):  # the launcher has already exited
         return 128 + signal.SIGTERM
     wanted = json.loads(line)
@@ -103,22 +159,14 @@ def wait(command, launcher, signals, end_seconds):
         if deadline < math.inf:
             time.sleep(0.1)
             continue
-        word = next_word(launcher, signals)
+        word = launcher.word()
+        if signals and not word:
+            word = b"stop"
         if word and not stopping:  # once: a second SIGTERM may interrupt a save
             stopping = True
             command.terminate()
         if word in end_seconds:
             deadline = time.monotonic() + end_seconds[word]
-
-
-def next_word(launcher, signals):
-    """The launcher's next line, b"gone" if it has exited; b"stop" after a signal; else b""."""
-    ready, _, _ = select.select([launcher], [], [], 0.1)
-    if ready:
-        return launcher.readline() or b"gone"
-    if signals:
-        return b"stop"
-    return b""
 
 
 def start_reaper(mark):
@@ -164,5 +212,8 @@ def exit_code(code):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--request"]:
         print(request(sys.argv[2:]))
+    elif sys.argv[1:2] == ["--files"]:
+        files = Files(sys.argv[2])
+        files.write("status", b"%d" % serve(files))
     else:
-        sys.exit(serve())
+        sys.exit(serve(StandardInput()))

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from harness import SLOW_TO_SAVE, write_program
+from harness import SLOW_TO_SAVE
 from hosts import HERE, probed, wait_until
 
 SCRIPT = "scripts/pbs/pbs_train.sh"
@@ -55,7 +55,7 @@ def test_a_node_that_fails_is_named_and_ends_the_job(qsub, cluster, repo, tmp_pa
         assert cluster.on("node02", "umount", repo / "configs")[0] == 0
     assert code == 2
     assert f"error: node02: there is no config configs/default_config.yaml in {repo}" in text
-    assert "pbs_train.sh: error: node02 failed (exit code 2), so all nodes were stopped" in text
+    assert "launch.py: error: node02 failed (exit code 2), so all nodes were stopped" in text
     assert "supervise.py: error: configuration: node02: there is no config" in text
 
 
@@ -83,7 +83,7 @@ def test_ranks_that_wait_for_a_failed_one_are_gone_before_the_next_attempt(qsub,
     env = {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "1", "MAX_RESTARTS": "1"}
     arguments = f"configs/default_config.yaml --to={pids}"
     code, text = qsub(["node01", "node02"], 1, repo / SCRIPT, ARGS=arguments, **env)
-    assert code == 1 and "pbs_train.sh: error: node02 failed (exit code " in text
+    assert code == 1 and "launch.py: error: node02 failed (exit code " in text
     names = sorted(path.name for path in pids.iterdir())
     assert len(names) == 2 and "overlap" not in names, text  # attempts
 
@@ -119,41 +119,28 @@ def start_job(cluster, repo):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_save_that_takes_too_long_ends_with_the_job(start_job, cluster, repo, tmp_path, number):
-    """qdel with a kill_delay that is too short, and qdel -W force, without setpriv (RHEL 8)."""
+    """qdel with a kill_delay that is too short, and qdel -W force."""
     (script := tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
-    none = write_program(tmp_path / "none", "exit 1")
-    for host in ("node01", "node02"):
-        assert cluster.on(host, "mount", "--bind", none, "/usr/bin/setpriv")[0] == 0
-    try:
-        env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "SAVE_SECONDS": "60"}
-        arguments = f"configs/default_config.yaml --to={tmp_path}"
-        job = start_job(kill_delay=2, NPROC_PER_NODE="1", ARGS=arguments, **env)
-        output = repo / f"train.o{job.pid}"
-        wait_until(lambda: output.exists() and output.read_text().count("ready") == 2, job)
-        os.kill(job.pid, number)
-        job.communicate(timeout=300)
-        cluster.assert_nothing_left()
-    finally:
-        for host in ("node01", "node02"):
-            assert cluster.on(host, "umount", "/usr/bin/setpriv")[0] == 0
+    env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "SAVE_SECONDS": "60"}
+    arguments = f"configs/default_config.yaml --to={tmp_path}"
+    job = start_job(kill_delay=2, NPROC_PER_NODE="1", ARGS=arguments, **env)
+    output = repo / f"train.o{job.pid}"
+    wait_until(lambda: output.exists() and output.read_text().count("ready") == 2, job)
+    os.kill(job.pid, number)
+    job.communicate(timeout=300)
+    cluster.assert_nothing_left()
     assert not list(tmp_path.glob("saved*"))
 
 
 def test_dry_run_and_the_wrong_place(qsub, cluster, repo, tmp_path):
     code, text = qsub(["node01", "node02"], 2, repo / SCRIPT, ARGS="--lr=0.1", DRY_RUN="1")
-    assert code == 0 and text.count("\n") == 2
-    assert text.startswith(
-        "$ pbsdsh -n 0 -- scripts/cluster_train.sh configs/default_config.yaml 2 0 "
-    )
-    assert "\n$ pbsdsh -n 2 -- " in text and text.endswith(" --lr=0.1\n")
+    assert code == 0 and text.count("\n") == 1
+    assert text.endswith(" scripts/ssh/launch.py --pbs -- configs/default_config.yaml --lr=0.1\n")
     code, text = qsub(["node01"], 1, repo / SCRIPT, cwd=tmp_path)
     assert (code, text) == (
         2,
         f"pbs_train.sh: error: no train_distributed.py in {tmp_path}: call qsub from the "
         "repository, or set REPO_ROOT\n",
     )
-    command = ["scripts/supervise.py", "bash", SCRIPT]
-    code, text = cluster.on("login", *command, cwd=repo, LOG_DIR=str(tmp_path / "logs"))
-    assert code == 2
-    assert text.startswith("pbs_train.sh: error: submit this script with qsub; ")
-    assert not (tmp_path / "logs").exists()
+    code, text = cluster.on("login", "bash", SCRIPT, cwd=repo)
+    assert code == 2 and text.startswith("pbs_train.sh: error: submit this script with qsub; ")
