@@ -929,7 +929,8 @@ def is_alive(child):
 
 def die_with_parent():
     """For preexec_fn: stop the launch if supervise.py is killed. In batch jobs, Slurm does that."""
-    if sys.platform == "linux" and os.environ.get("ENVIRONMENT") != "BATCH":
+    by_slurm = os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()  # PBS sets it, too
+    if sys.platform == "linux" and not by_slurm:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

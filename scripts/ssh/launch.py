@@ -205,10 +205,11 @@ class Node:
 
 def run(nodes, way):
     """Run until all nodes have exited. Returns the exit code."""
+    parent = os.getppid()
     wakeup_read, wakeup_write = socket.socketpair()
     signals = record_signals(wakeup_write)
     failed = None  # (name, exit code) of the first node that failed
-    killed = False  # by a second Ctrl-C
+    killed = False  # by a second Ctrl-C, or at the end of a PBS job
     word = None  # the last one sent to the nodes
     deadline = math.inf
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
@@ -224,7 +225,8 @@ def run(nodes, way):
                 node.poll()
             if failed is None:
                 failed = find_failure(nodes, starters)
-            killed = signal.SIGINT in signals[1:]
+            is_over = way == "pbs" and os.getppid() != parent  # PBS kills supervise.py at the end
+            killed = is_over or signal.SIGINT in signals[1:]
             if word != "end" and (failed or killed):
                 word = "end"
                 send(word, nodes)

@@ -227,7 +227,7 @@ def test_a_second_ctrl_c_kills_all_that_the_launcher_has_started_and_nothing_els
 
 def test_killing_torchrun_leaves_no_process_on_any_node(cluster, stubborn):
     launch = stubborn(AUTO)
-    os.kill(one_process(cluster, "node02", "-m torch.distributed.run"), signal.SIGKILL)
+    os.kill(one_process(cluster, "node02", r"^\S+ -m torch.distributed.run"), signal.SIGKILL)
     text = end_of(launch)
     assert "error: node02 failed (exit code 137)" in text and launch.returncode == 137
     cluster.assert_nothing_left()
