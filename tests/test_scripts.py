@@ -121,8 +121,7 @@ def test_a_run_with_one_record_is_visible(tmp_path):
     from matplotlib import image
 
     record = {"kind": "train", "step": 20, "loss": 1.5, "accuracy": 0.5}
-    foreign = 'null\n{"kind": "train", "loss": 1}\n{"step": "3"}\n\0\n'  # of another program
-    (tmp_path / "metrics.jsonl").write_text(foreign + json.dumps(record))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
     assert run(sys.executable, REPO / "scripts/plot_metrics.py", tmp_path).returncode == 0
     pixels = image.imread(tmp_path / "metrics.png")[150:350, 900:1130, :3]  # no legend, no axis
     assert (pixels.max(2) - pixels.min(2)).max() > 0.2, "the point is not drawn"
@@ -195,52 +194,6 @@ def test_runs_with_different_metrics_share_the_panels_they_both_have(tmp_path, d
         "Top accuracy": (["one training"], "linear"),
         "Mse": (["two training", "two test, last 2"], "linear"),
     }
-
-
-def bars(axes) -> list[tuple[float, float, float]]:
-    """(row, start, end) of each bar."""
-    found = []
-    for bar in axes.patches:
-        row = bar.get_y() + bar.get_height() / 2
-        end = bar.get_x() + bar.get_width()
-        found.append((round(row, 6), round(bar.get_x(), 6), round(end, 6)))
-    return found
-
-
-def test_attempts_are_drawn_below_the_metrics(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    script = load(REPO / "scripts/plot_metrics.py")
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    one = write_run(tmp_path / "one", [{"loss": 2.0}, {"loss": 1.0}], [])
-    two = write_run(tmp_path / "two", [{"loss": 2.0}], [])
-    alone = write_run(tmp_path / "alone", [{"loss": 2.0}], [])
-    attempts = [
-        {"start": 1000.0, "end": 1600.0, "cause": "hang"},
-        {"start": 1660.0, "end": 2200.0, "cause": "finished"},
-        {"start": 2300.0, "cause": "running"},
-        {"start": 9.0, "end": 8.0, "cause": "hang"},
-        {"start": 1e300, "end": 1e305, "cause": "hang"},
-        {"start": 1000.0, "end": 1600.0, "cause": "$\\x$"},
-        [],
-    ]
-    text = "".join(json.dumps(attempt) + "\n" for attempt in attempts)
-    (one / "attempts.jsonl").write_text(text + '{"start": 1')
-    (two / "attempts.jsonl").write_text(json.dumps(attempts[0]))
-
-    script.draw([script.Run(path) for path in (one, alone, two)], tmp_path / "plot.png")
-
-    loss, timeline = figures[0].axes
-    assert (loss.get_title(), timeline.get_title(loc="left")) == ("Loss", "Attempts")
-    assert bars(timeline) == [(0, 0, 10), (0, 11, 20), (1, 0, 10)]
-    assert timeline.get_xlabel() == "minutes"
-    assert [label.get_text() for label in timeline.get_yticklabels()] == ["one", "two"]
-    causes = [text.get_text() for text in timeline.get_legend().get_texts()]
-    assert causes == ["hang", "finished"]
-    assert timeline.get_position().y1 < loss.get_position().y0
-    script.draw([script.Run(alone)], tmp_path / "plot.png")
-    assert len(figures[1].axes) == 1
 
 
 def test_user_errors_of_the_plot_are_one_sentence(tmp_path):

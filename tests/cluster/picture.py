@@ -17,14 +17,20 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+from matplotlib import pyplot
 
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent / "scripts")]
+
+import plot_metrics  # noqa: E402
 from harness import REPO, is_rank  # noqa: E402
 from hosts import Cluster, Process  # noqa: E402
 
 EPOCHS = 6
 OPTIONS = ["--reproducible", f"--epochs={EPOCHS}", "--global-batch-size=64", "--batch-size=16"]
 OPTIONS += ["--checkpoint-every-steps=20", "--log-every-steps=5"]
+COLORS = {"killed": "tab:red", "stopped": "tab:olive", "hang": "tab:orange"}  # by cause
+COLORS |= {"finished": "tab:green"}
 NODES = ["node01", "node02", "node03", "node04", "node05"]
 
 
@@ -117,6 +123,32 @@ def disturb(cluster: Cluster, run: Path) -> None:
     print(training.output())
 
 
+def draw(disturbed: Path, undisturbed: Path, file: str) -> None:
+    """Both runs, and below them when each attempt of the first one ran, on how many ranks."""
+    runs = [plot_metrics.Run(path) for path in (disturbed, undisturbed)]
+    figure = pyplot.figure(figsize=(11, 5.3), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=[3.4, 0.3])
+    for column, name in enumerate(("loss", "accuracy")):
+        plot_metrics.draw_panel(figure.add_subplot(grid[0, column]), name, runs)
+    axes = figure.add_subplot(grid[1, :])
+    lines = (disturbed / "attempts.jsonl").read_text().splitlines()
+    attempts = [json.loads(line) for line in lines]
+    drawn = set()
+    for attempt in attempts:
+        cause = attempt["cause"]
+        left = (attempt["start"] - attempts[0]["start"]) / 60
+        width = (attempt["end"] - attempt["start"]) / 60
+        label = None if cause in drawn else cause
+        bar = axes.barh(0, width, left=left, color=COLORS[cause], edgecolor="black", label=label)
+        axes.bar_label(bar, [attempt["world_size"]], label_type="center", fontsize="small")
+        drawn.add(cause)
+    axes.set_title("Attempts", loc="left")
+    axes.set_xlabel("minutes")
+    axes.set_yticks([])
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize="small", frameon=False)
+    figure.savefig(file, dpi=120)
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
@@ -130,8 +162,7 @@ def main() -> None:
             cluster.down()
         trainer = [sys.executable, REPO / "train_distributed.py", *OPTIONS]
         subprocess.run([*trainer, f"--checkpoint-dir={undisturbed}"], check=True)
-        plot = [sys.executable, REPO / "scripts/plot_metrics.py", disturbed, undisturbed]
-        subprocess.run([*plot, "--output", sys.argv[1]], check=True)
+        draw(disturbed, undisturbed, sys.argv[1])
         compare = [sys.executable, REPO / "scripts/compare_runs.py", disturbed, undisturbed]
         subprocess.run(compare)
 

@@ -26,7 +26,6 @@ import train_distributed as trainer
 
 supervise = load(REPO / "scripts/supervise.py")
 node_check = load(REPO / "scripts/node_check.py")
-plot_metrics = load(REPO / "scripts/plot_metrics.py")
 compare_runs = load(REPO / "scripts/compare_runs.py")
 
 RANK_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
@@ -185,7 +184,6 @@ def test_run_directories(tmp_path, run_directory, damaged, resume):
     intact = [name for name in CHECKPOINTS if name not in damaged]
     if not refusal and intact:
         assert found == run / max(intact, key=STEPS.get)
-    fuzz.outcome(plot_metrics.Run, run)
     fuzz.outcome(compare_runs.compare, run, run_directory)
     for name in CHECKPOINTS:
         fuzz.outcome(compare_runs.compare, run_directory / name, run / name)
@@ -245,25 +243,6 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
     assert not refusal
     last = (run / "attempts.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["attempt"] == attempt["attempt"]
-
-
-@cases(0.03)
-@given(LINES, st.lists(fuzz.records([ATTEMPT, ATTEMPT | {"cause": "hang"}]), max_size=4))
-@example(lines=['{"kind": "train", "step": 1, "loss": [[]]}'], attempts=[])
-@example(lines=['{"kind": "epoch", "step": 1, "test_accuracy": null}'], attempts=[])
-@example(lines=["[" * 100_000, json.dumps(METRIC)], attempts=["[" * 100_000])
-@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"cause": "$x_"})])
-@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"end": 1e308})])
-@example(lines=[json.dumps(METRIC)], attempts=[json.dumps(ATTEMPT | {"end": float("nan")})])
-def test_records_of_plot_metrics(tmp_path, lines, attempts):
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    (tmp_path / "attempts.jsonl").write_text("\n".join(attempts))
-    output = tmp_path / "metrics.png"
-
-    def draw():
-        plot_metrics.draw([plot_metrics.Run(tmp_path)], output)
-
-    fuzz.outcome(draw)
 
 
 @cases(0.03)
