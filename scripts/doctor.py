@@ -9,7 +9,7 @@ It checks each machine: software, GPUs, memory, limits, disks, cores, host name,
 In a launch, all ranks also connect to a store with time limits, so that it can name ranks that are
 missing, late or different. Then each node connects to each other node, each rank multiplies the
 same matrices, and an all_reduce over all ranks is timed. That takes less than a minute. It writes
-an empty file to the run directory and notes to logs/, and removes them.
+an empty file to the run directory, and removes it.
 
 It prints one line per finding: OK, WARN or FAIL, what was found, what to do. Exit code: 0 no
 problem, 1 a warning, 2 a failure. In a launch, a warning is also 0, because launchers treat any
@@ -26,7 +26,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import signal
 import socket
 import statistics
@@ -146,11 +145,7 @@ def start_ranks(args) -> int:
 
 
 class Rank:
-    """One rank of a launch.
-
-    Before each step it writes a note to logs/, which may be shared even if the network between the
-    nodes is broken. Rank 0 collects the findings and reads the notes to report where a rank hangs.
-    """
+    """One rank of a launch. Rank 0 collects the findings."""
 
     def __init__(self, args, world: dict[str, int]):
         self.args = args
@@ -163,8 +158,6 @@ class Rank:
         self.is_done = False
         self.findings: list[Finding] = []
         self.master = f"{os.environ['MASTER_ADDR']}:{world['MASTER_PORT']}"
-        folder = "doctor_" + re.sub(r"\W", "_", self.master)
-        self.notes = REPOSITORY / "logs" / folder
 
     def run(self) -> None:
         """Run all checks and exit."""
@@ -186,15 +179,14 @@ class Rank:
             failed = not self.is_done
             if failed:
                 self.report_alone()
-        shutil.rmtree(self.notes, ignore_errors=True)
         os._exit(2 if failed else 0)  # even if a thread still hangs
 
     def check_machine(self) -> None:
         """The first rank of each node runs all checks. Ranks other than 0 keep only problems."""
-        self.log("importing PyTorch")
+        self.doing = "importing PyTorch"
         with suppress(ImportError):  # node_check.software() reports it
             import torch  # noqa: F401
-        self.log("checking its machine")
+        self.doing = "checking its machine"
         findings = node_check.attempt(node_check.cores)
         if self.local_rank == 0:
             findings = node_check.check_machine(self.args.checkpoint_dir)
@@ -223,22 +215,6 @@ class Rank:
 
     def add(self, level: str, check: str, text: str, remedy: str = "", **fields) -> None:
         self.findings.append(Finding(level, check, text, remedy, **fields))
-
-    def log(self, doing: str) -> None:
-        """Write what this rank does next to its note."""
-        self.doing = doing
-        with suppress(OSError):
-            self.notes.mkdir(parents=True, exist_ok=True)
-            (self.notes / str(self.rank)).write_text(f"on {HOST} was last seen {doing}")
-
-    def last_seen(self, rank: int) -> str:
-        """The note of that rank; "" if there is none, or it is of an earlier launch."""
-        note = self.notes / str(rank)
-        with suppress(OSError):
-            text = note.read_text()
-            if note.stat().st_mtime > time.time() - 120:
-                return text
-        return ""
 
     def set(self, key: str, value) -> None:
         self.store.set(key, json.dumps(value))
@@ -287,7 +263,7 @@ class Rank:
 
     def meet(self) -> bool:
         """Connect to the store on the master. Returns whether that worked."""
-        self.log(f"connecting to {self.master}")
+        self.doing = f"connecting to {self.master}"
         try:
             # PyTorch would retry an unknown name for minutes.
             socket.getaddrinfo(os.environ["MASTER_ADDR"], self.world["MASTER_PORT"])
@@ -300,7 +276,6 @@ class Rank:
             self.add("FAIL", "ranks", text, remedy)
             return False
         self.set(f"info {self.rank}", self.info)
-        self.log("waiting for rank 0")
         return True
 
     def check_job(self) -> None:
@@ -323,7 +298,6 @@ class Rank:
         if None not in infos and self.size > 1:
             guard.choose_interface(infos, self.info)
             self.check_products(infos)
-            self.log("waiting for the checks of the network")
             if self.rank == 0:
                 self.set("reduce", True)  # start together, because its time is limited
             self.get("reduce", 60)
@@ -365,43 +339,27 @@ class Rank:
         hosts = guard.hosts_of_job(os.environ)
         node_rank = rank // self.world["LOCAL_WORLD_SIZE"]
         host = hosts[node_rank] if node_rank < len(hosts) else f"node rank {node_rank}"
-        note = self.last_seen(rank)
-        if note:
-            text = f"rank {rank} {note}"
-        else:
-            text = f"rank {rank} on {host} did not start within {MEET_SECONDS} s"
+        text = f"rank {rank} on {host} did not answer within {MEET_SECONDS} s"
         remedy = f"see its log, and check that its host reaches {self.master}"
         self.add("FAIL", "ranks", text, remedy)
 
     # ---- between nodes
 
     def compare_nodes(self) -> None:
-        """Clocks and run directories: rank 0 sends its time and the name of a file it created."""
-        self.log("comparing clocks and run directories")
+        """Whether they share the run directory: rank 0 sends the name of a file it created."""
+        self.doing = "comparing run directories"
         directory = Path(self.args.checkpoint_dir).absolute()
-        before = time.time()
-        self.set(f"ready {self.rank}", True)
-        if self.rank == 0:
-            self.send_clock_and_file(directory)
+        if self.rank != 0:
+            finding = directory_finding(directory, self.get("file", 15) or "")
+            self.set(f"found {self.rank}", asdict(finding))
             return
-        sent, file = self.get("sent", 15) or [before, ""]
-        after = time.time()
-        # Rank 0 sent it between before and after: the offset is from before - sent to after - sent.
-        clock = clock_finding(before - sent, after - sent)
-        run = directory_finding(directory, file)
-        self.set(f"found {self.rank}", [asdict(clock), asdict(run)])
-
-    def send_clock_and_file(self, directory: Path) -> None:
-        """Rank 0: let the first rank of each other node compare, and collect what they find."""
-        self.gather("ready", self.leaders, 10)
         file = existing(directory) / f".doctor_{time.time_ns()}"  # NFS caches names
         with suppress(OSError):  # node_check.disks() reports it
             file.touch()
-        self.set("sent", [time.time(), str(file)])
-        others = self.leaders.keys() - {0}
-        for found in self.gather("found", others, 15).values():
+        self.set("file", str(file))
+        for found in self.gather("found", self.leaders.keys() - {0}, 15).values():
             if found is not None:
-                self.findings += [Finding(**fields) for fields in found]
+                self.findings.append(Finding(**found))
         with suppress(OSError):
             file.unlink()
 
@@ -410,7 +368,7 @@ class Rank:
         self.set(f"address {self.rank}", self.start_server(infos))
         addresses = self.gather("address", self.leaders, 15)
         del addresses[self.rank]
-        self.log("connecting to the other nodes")
+        self.doing = "connecting to the other nodes"
         with ThreadPoolExecutor(32) as pool:
             results = pool.map(reach, addresses.values())
             self.set(f"reached {self.rank}", dict(zip(addresses, results)))
@@ -434,7 +392,7 @@ class Rank:
 
     def check_products(self, infos: list[dict]) -> None:
         """Compare the bits of one matrix product over all ranks."""
-        self.log("multiplying matrices")
+        self.doing = "multiplying matrices"
         try:
             result = ThreadPoolExecutor().submit(multiply, self.device).result(PRODUCT_SECONDS)
         except Exception as error:
@@ -446,7 +404,7 @@ class Rank:
             self.findings += product_findings(products, names)
 
     def check_all_reduce(self) -> None:
-        self.log("in the all_reduce")
+        self.doing = "in the all_reduce"
         seconds = REDUCE_SECONDS + self.size / 32
         try:
             timing = ThreadPoolExecutor().submit(self.time_all_reduces)
@@ -518,7 +476,7 @@ def merge(findings: list[Finding]) -> list[Finding]:
     return list(merged.values())
 
 
-# ------------------------------------------------------------------- store, clocks, directories
+# --------------------------------------------------------------------------- store, directories
 
 
 def store_problem(error: Exception) -> str:
@@ -531,15 +489,6 @@ def store_problem(error: Exception) -> str:
     if "EADDRINUSE" in text:
         return "the port is in use"
     return text
-
-
-def clock_finding(least: float, most: float) -> Finding:
-    """least, most: limits of the offset from the clock of rank 0, in seconds."""
-    if least > 2 or most < -2:
-        text = f"its clock is {most:+.0f} s from that of rank 0"
-        remedy = "deadlines and file times will be wrong: start chrony or ntpd there"
-        return Finding("WARN", "clocks", text, remedy, HOST)
-    return Finding("OK", "clocks", "less than 2 s from that of rank 0", "", HOST)
 
 
 def directory_finding(directory: Path, file: str) -> Finding:

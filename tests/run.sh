@@ -40,7 +40,7 @@ print_help() {
 }
 
 install_cluster() {
-  local packages=(slurm-wlm munge openssh-server pdsh iproute2 nftables faketime environment-modules
+  local packages=(slurm-wlm munge openssh-server pdsh iproute2 nftables environment-modules
     g++ python3-dev)
   if ! dpkg --status "${packages[@]}" &>/dev/null; then
     echo "Installing Debian packages: ${packages[*]}"

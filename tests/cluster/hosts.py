@@ -16,7 +16,7 @@ from pathlib import Path
 from harness import LAUNCH_VARIABLES, REPO
 
 HERE = Path(__file__).resolve().parent
-TOOLS = "slurmctld slurmd munged sshd pdsh ip nsenter nft faketime modulecmd".split()
+TOOLS = "slurmctld slurmd munged sshd pdsh ip nsenter nft modulecmd".split()
 DAEMONS = re.compile(r"^(sleep infinity|munged|slurm|: slurm|sshd: .*listener|\S*sshd -f)")
 
 
