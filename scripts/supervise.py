@@ -423,8 +423,8 @@ class Supervisor:
         numbers = set()
         for record in reversed(self.log_records()):
             job, _, number = record["attempt"].rpartition(".")
-            is_complete = has_only(NUMBER, record, ("start", "end", "start_step", "saved_step"))
-            if job != self.job or not number.isdigit() or not is_complete or made_progress(record):
+            is_complete = "end" in record
+            if job != self.job or not is_complete or made_progress(record):
                 break
             numbers.add(int(number) // 1000)  # see environment()
         return len(numbers)
@@ -497,10 +497,10 @@ class Supervisor:
         code = self.run(env)
 
         status = read_status(self.status_file)
-        failure = read_failure(self.failure_file)
+        failure = read_json(self.failure_file)
         self.failure = failure
         self.launcher_hosts = lines_of(self.nodes_file)
-        events = read_events(self.events_file)
+        events = parse_lines(lines_of(self.events_file))[-MAX_EVENTS:]
         for file in (self.status_file, self.failure_file, self.nodes_file, self.events_file):
             if file.exists():
                 file.unlink()
@@ -701,13 +701,7 @@ class Supervisor:
         return Path(self.run_dir or self.directory) / "attempts.jsonl"
 
     def log_records(self):
-        """The records of the attempt log, without lines that are not ours or are damaged."""
-        records = []
-        for record in parse_lines(lines_of(self.log_file())):
-            has_texts = has_only(str, record, ("attempt", "cause"))
-            if has_texts and has_only(NUMBER, record, ["start"]):
-                records.append(record)
-        return records
+        return parse_lines(lines_of(self.log_file()))
 
     def record(self, attempt):
         """Write the attempt's line, replacing its line with the cause "running".
@@ -735,11 +729,9 @@ class Supervisor:
         if not self.run_dir:
             return 0
         last_lines = lines_of(Path(self.run_dir) / "metrics.jsonl")[-3:]
-        steps = [0]
-        for record in parse_lines(last_lines):  # the last line may be incomplete
-            if has_only(NUMBER, record, ["step"]):  # else it is another program's
-                steps.append(record["step"])
-        return steps[-1]
+        records = parse_lines(last_lines)  # the last line may be incomplete
+        steps = [record["step"] for record in records if has_only(NUMBER, record, ["step"])]
+        return steps[-1] if steps else 0
 
     def clean_up(self):
         try:
@@ -761,11 +753,10 @@ class Evidence:
         """{host: why it should be left out}. failure, events: of the attempt that has ended."""
         found = {}
         for event in events:
-            if event["event"] == "gpu_failed" and has_only(str, event, ["host"]):
+            if event["event"] == "gpu_failed":
                 found[event["host"]] = "its GPU has failed"
-        hosts = failure.get("silent_hosts")
-        # If several hosts are silent, the network may be at fault.
-        if isinstance(hosts, list) and len(hosts) == 1 and isinstance(hosts[0], str):
+        hosts = failure.get("silent_hosts", [])
+        if len(hosts) == 1:  # if several hosts are silent, the network may be at fault
             host = hosts[0]
             self.hangs[host] = self.hangs.get(host, 0) + 1
             if self.hangs[host] >= HANGS and not self.may_be_the_script:
@@ -849,11 +840,12 @@ def lines_of(path):
 
 
 def read_json(path):
+    """{} if it is damaged or does not exist."""
     return parse_json("\n".join(lines_of(path)))
 
 
 def read_status(path):
-    """What the training has reported; {} if a value is not what it should be."""
+    """What the training, any script, has reported; {} if a value is not what it should be."""
     status = read_json(path)
     numbers = [name for name in STATUS_NUMBERS if name in status]
     texts = [name for name in ("state", "reason", "run_dir") if name in status]
@@ -864,27 +856,13 @@ def read_status(path):
     return status
 
 
-def read_failure(path):
-    """What the first rank to fail has reported; {} if something is missing."""
-    failure = read_json(path)
-    if has_only(str, failure, ("cause", "reason", "host")):
-        return failure
-    return {}
-
-
-def read_events(path):
-    """What the ranks have added to EVENTS_FILE: a line {event, text, ...} of JSON each."""
-    records = [record for record in parse_lines(lines_of(path)) if has_only(str, record, ["event"])]
-    return records[-MAX_EVENTS:]
-
-
 def has_only(kind, record, names):
     """Whether the record has values of this type with all these names."""
     return all(isinstance(record.get(name), kind) for name in names)
 
 
 def parse_lines(lines):
-    """The JSON objects among the lines."""
+    """The JSON objects among the lines: one may be half written."""
     records = [parse_json(line) for line in lines]
     return [record for record in records if record]
 

@@ -43,6 +43,7 @@ FAILURE = {"cause": "exception", "reason": "ValueError: x", "rank": 1, "host": "
 ATTEMPT = {"attempt": "7.1", "start": 1.0, "end": 9.0, "start_step": 0, "end_step": 52, "hosts": []}
 ATTEMPT |= {"saved_step": 26, "recomputed": 26, "cause": "killed"}
 ATTEMPT |= {"reason": "", "world_size": 2}
+BEGUN = {"attempt": "7.1", "start": 1.0, "cause": "running"}
 METRIC = {"kind": "train", "step": 20, "time": 3.0, "loss": 0.5, "accuracy": 0.75, "lr": 0.1}
 EPOCH = {"kind": "epoch", "step": 26, "time": 4.0, "epoch": 1, "loss": 0.4, "test_accuracy": 0.8}
 
@@ -208,10 +209,12 @@ LINES = st.lists(fuzz.records([METRIC, EPOCH]), max_size=5)
 
 @cases(0.1)
 @given(
-    st.lists(fuzz.records([ATTEMPT, ATTEMPT | {"cause": "running"}]), max_size=4),
+    st.lists(
+        st.sampled_from([json.dumps(ATTEMPT), json.dumps(BEGUN), '{"attempt": "7']), max_size=4
+    ),
     LINES,
     fuzz.records([STATUS]),
-    fuzz.records([FAILURE]),
+    st.sampled_from([json.dumps(FAILURE), '{"cause": "hang', ""]),
     st.sampled_from([0, 1, 2, -9, 137, -6, 255]),
 )
 def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code):
