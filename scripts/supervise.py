@@ -1030,6 +1030,8 @@ def how_to_resume():
     in_pbs = os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
     if in_pbs or (os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()):
         return "submit the same command again"
+    if slurm_id() or os.environ.get("PBS_JOBID"):  # a batch script in an interactive job
+        return "run the same command again"
     command = " ".join(shlex.quote(word) for word in sys.argv)
     return re.sub(r" --stop-at-step[= ]\d+", "", command)  # it would stop there at once
 

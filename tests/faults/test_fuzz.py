@@ -231,7 +231,7 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
         supervisor = supervise.Supervisor("7", ["true"], run, tmp_path, limits)
         found = supervise.read_status(run / "status")
         supervisor.run_dir = str(run)
-        cause, reason = supervisor.cause(code, found, supervise.read_failure(run / "failure"))
+        cause, reason = supervisor.cause(code, found, supervise.read_json(run / "failure"))
         attempt = {"attempt": "7.2", "start": 10.0, "end": 12.0, "hosts": ["n01"]}
         attempt |= supervisor.steps(found)
         attempt |= {"world_size": found.get("world_size"), "cause": cause, "reason": reason}
