@@ -68,11 +68,10 @@ class Rent(Task):
         is_test = np.arange(len(table)) % 5 == 0
         train, test = table[~is_test], table[is_test]
         # Rounded: a resumed run compares them, perhaps on a computer that adds in another order.
-        self.spec = {
-            "mean": [float(f"{value:.4g}") for value in train.mean(0, np.float64)],
-            "std": [float(f"{value:.4g}") for value in train.std(0, dtype=np.float64)],
-        }
-        if 0 in self.spec["std"]:
+        mean = [float(f"{value:.4g}") for value in train.mean(0, np.float64)]
+        std = [float(f"{value:.4g}") for value in train.std(0, dtype=np.float64)]
+        self.spec = {"mean": mean, "std": std}
+        if 0 in std:
             raise UserError(f"{path} has a column of equal numbers: remove it")
         train, test = torch.from_numpy(train), torch.from_numpy(test)
         train_set = InMemoryDataset(train[:, :-1], train[:, -1])
