@@ -11,11 +11,12 @@ import zipfile
 import pytest
 from harness import REPO, copy_repository, load, running, train
 
+SOURCED = ("common.sh", "site.sh")
 SHELL_SCRIPTS = sorted(
     path
     for pattern in ("*.sh", "*.slurm")
     for path in REPO.rglob(pattern)
-    if ".venv" not in path.parts and not path.is_symlink() and path.name != "site.sh"
+    if ".venv" not in path.parts and not path.is_symlink() and path.name not in SOURCED
 )
 
 

@@ -27,6 +27,9 @@
 set -euo pipefail
 unset CDPATH PYTHONSAFEPATH # they change what cd and import find
 
+ARGS="${ARGS:-}"
+REPO_ROOT="${REPO_ROOT:-}"
+LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
 fail() {
@@ -42,7 +45,7 @@ main() {
   [[ -f "${PBS_NODEFILE:-}" || -n "$DRY_RUN" ]] ||
     fail "submit this script with qsub; without PBS, use scripts/cluster_train.sh"
   if [[ $# == 0 ]]; then
-    read -r -a words <<<"${ARGS:-}"
+    read -r -a words <<<"$ARGS"
     set -- "${words[@]}"
   fi
   export REPO_ROOT="${REPO_ROOT:-${PBS_O_WORKDIR:-$PWD}}"

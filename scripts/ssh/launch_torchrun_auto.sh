@@ -25,6 +25,13 @@
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
+MASTER_ADDR="${MASTER_ADDR:-}"
+MASTER_PORT="${MASTER_PORT:-}"
+REPO_ROOT="${REPO_ROOT:-}"
+FAN_OUT="${FAN_OUT:-ssh}"
+LOG_DIR="${LOG_DIR:-logs}"
+DRY_RUN="${DRY_RUN:-}"
+
 [[ $# -gt 2 && "$1" != -* ]] || fail "the arguments are CONFIG GPUS_PER_NODE HOST ... [options]"
 [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "CONFIG GPUS_PER_NODE HOST ...: '$2' is not a number of GPUs"
 config="$1"
@@ -39,8 +46,8 @@ while [[ $# -gt 0 && "$1" != -* ]]; do
 done
 [[ ${#hosts[@]} -gt 0 ]] || fail "CONFIG GPUS_PER_NODE HOST ...: there is no HOST"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-mkdir -p "${LOG_DIR:=logs}" && [[ -w "$LOG_DIR" ]] || fail "cannot write to $LOG_DIR: set LOG_DIR"
-[[ "${FAN_OUT:-ssh}" != pdsh ]] || command+=(--pdsh)
+mkdir -p "$LOG_DIR" && [[ -w "$LOG_DIR" ]] || fail "cannot write to $LOG_DIR: set LOG_DIR"
+[[ "$FAN_OUT" != pdsh ]] || command+=(--pdsh)
 command+=("${hosts[@]}" -- "$config" "$@")
 echo "\$$(printf ' %q' "${command[@]}")"
-[[ -n "${DRY_RUN:-}" ]] || exec "${command[@]}"
+[[ -n "$DRY_RUN" ]] || exec "${command[@]}"

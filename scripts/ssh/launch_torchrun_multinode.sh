@@ -17,6 +17,8 @@
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
+MASTER_PORT="${MASTER_PORT:-29400}"
+
 usage="CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR"
 [[ $# -gt 4 && "$1" != -* ]] || fail "the arguments are $usage [options]"
 [[ "$2 $3 $4" =~ ^[1-9][0-9]*\ [1-9][0-9]*\ [0-9]+$ ]] ||
@@ -24,4 +26,4 @@ usage="CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR"
 (($4 < $3)) || fail "$usage: of $3 nodes, the ranks are 0 to $(($3 - 1)), not $4"
 [[ "$5" =~ ^[A-Za-z0-9] ]] || fail "$usage: '$5' is not a MASTER_ADDR"
 export NPROC_PER_NODE="$2"
-exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" "$3" "$4" "$5" "${MASTER_PORT:-29400}" "${@:6}"
+exec "$(dirname "${BASH_SOURCE[0]}")/../cluster_train.sh" "$1" "$3" "$4" "$5" "$MASTER_PORT" "${@:6}"
