@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import math
 import os
@@ -42,8 +43,7 @@ class HangWatch:
     that starts or ends according to PyTorch's Flight Recorder, or a compilation on any rank. The
     waiting rank notifies the others through the store. Each rank writes its position to the store,
     where rank 0 collects them. At fault are the ranks that do not answer, and those that have not
-    enqueued the first incomplete collective; the others
-    may be far ahead of it.
+    enqueued the first incomplete collective; the others may be far ahead of it.
     """
 
     silent_hosts: list[str] | tuple = ()  # of ranks that did not answer, as far as it is certain
@@ -306,7 +306,7 @@ def timeout_of_process_group() -> float:
         if group:
             backends = [group._get_backend(device) for device in group._device_types]
             return min(backend.options._timeout.total_seconds() for backend in backends)
-    frame = sys._current_frames()[threading.main_thread().ident]
+    frame = frame_of_main_thread()
     while frame:
         if frame.f_code.co_name == "init_process_group":
             timeout = frame.f_locals.get("timeout")
@@ -512,7 +512,7 @@ def pending() -> list[dict]:
 
 def is_compiling() -> bool:
     """Whether torch.compile or Triton compiles in the main thread: that may take many minutes."""
-    frame = sys._current_frames()[threading.main_thread().ident]
+    frame = frame_of_main_thread()
     while frame:
         if COMPILING_CODE.search(frame.f_code.co_filename):
             return True
@@ -520,9 +520,23 @@ def is_compiling() -> bool:
     return False
 
 
+def frame_of_main_thread():
+    """Without garbage collection, with which this could deadlock before Python 3.11.9 and 3.12.3.
+
+    https://github.com/python/cpython/issues/106883
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()[threading.main_thread().ident]
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
 def function_of_torch_distributed() -> str:
     """The function in which the main thread waits, as in NCCL's initialization; "" elsewhere."""
-    frame = sys._current_frames()[threading.main_thread().ident]
+    frame = frame_of_main_thread()
     name = ""
     if WAITING_CODE.search(frame.f_code.co_filename):
         while frame and "/torch/" in frame.f_code.co_filename:

@@ -1,5 +1,6 @@
 """scripts/guard.py with scripts that were not written for it."""
 
+import gc
 import json
 import math
 import os
@@ -1059,6 +1060,22 @@ def test_compiling_is_seen_on_the_stack():
         compiled(torch.ones(2))
     assert seen == [True]
     assert not hang.is_compiling()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_while_the_stack_of_the_main_thread_is_read(
+    monkeypatch, is_enabled
+):
+    """With it, Python may deadlock: https://github.com/python/cpython/issues/106883"""
+    frames, seen = sys._current_frames, []
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or frames())
+    before = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        hang.is_compiling()
+        assert (seen, gc.isenabled()) == ([False], is_enabled)
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_the_limit_follows_the_timeout_of_the_process_group():
