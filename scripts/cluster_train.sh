@@ -158,7 +158,9 @@ main() {
   log="cluster_train_$(date +%Y%m%d_%H%M%S)_${SLURM_JOB_ID:-$$}_node$rank.log" # jobs may start at the same time
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
-  exec "${PYTHON:-python3}" scripts/run_torchrun.py "$logs/$log" "${command[@]}"
+  # Python itself, not a wrapper around it: it gets the signals.
+  exec "$(answer_of "${PYTHON:-python3}" -c 'import sys; print(sys.executable)')" \
+    scripts/run_torchrun.py "$logs/$log" "${command[@]}"
 }
 
 main "$@"

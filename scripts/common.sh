@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# For the launchers that start here, not in a job: --help prints the comment at their top, and `fail`
-# prints an error.
+# For the launchers that are not batch scripts: --help prints the comment at their top, and `fail` prints an
+# error.
 
 set -euo pipefail
 unset CDPATH PYTHONSAFEPATH # they change what cd and import find

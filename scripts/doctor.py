@@ -276,6 +276,7 @@ class Rank:
             self.add("FAIL", "ranks", text, remedy)
             return False
         self.set(f"info {self.rank}", self.info)
+        self.doing = "waiting for rank 0"
         return True
 
     def check_job(self) -> None:

@@ -95,7 +95,6 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent proc
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
 KEPT_BYTES = 384 << 20  # of freed memory; if more is free, all of it is returned
-OOM_KILLS = memory.oom_kills()  # before the script
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
 
 
@@ -139,6 +138,7 @@ def run_as_rank(arguments: list[str]) -> None:
         if world["LOCAL_RANK"] == 0:
             watch.start_thread(functools.partial(memory.watch, watch.over))
     signals = log_signals()
+    oom_kills = memory.oom_kills()
     error = None
     try:
         run(arguments)
@@ -151,6 +151,8 @@ def run_as_rank(arguments: list[str]) -> None:
         watch.end(error)
     if error:
         if not is_fork:
+            if memory.oom_kills() > oom_kills and has_lost_rank(error):
+                write_failure("out of memory", memory.KILLED, None)
             report_error(error, world["RANK"], watch, signals)
         if not isinstance(error, Exception):  # SystemExit or KeyboardInterrupt
             raise error
@@ -620,8 +622,6 @@ def report_error(
     signals: what log_signals() has returned.
     """
     if has_lost_rank(error):
-        if memory.oom_kills() > OOM_KILLS:
-            write_failure("out of memory", memory.KILLED, None)
         end_if_asked(error, rank, signals)
         wait_for_lost_rank(rank, watch)
         return

@@ -50,10 +50,7 @@ def usage() -> tuple[int, int]:
         name, value, *_ = line.split()
         facts[name] = 1024 * int(value)
     fullest = (facts["MemTotal:"] - facts["MemAvailable:"], facts["MemTotal:"])
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in CGROUP_FILES:
-            continue
+    for controllers, path in own_cgroups():
         limit_file, used_file, cache_name = CGROUP_FILES[controllers]
         group = Path("/sys/fs/cgroup", controllers, path[1:])
         for directory in [group, *group.parents]:
@@ -69,14 +66,20 @@ def usage() -> tuple[int, int]:
 def oom_kills() -> int:
     """How often the kernel has killed a process for its memory in this cgroup or Slurm step."""
     kills = 0
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in CGROUP_FILES:
-                for file in files_with_kills(controllers, path):
-                    facts = dict(map(str.split, file.read_text().splitlines()))
-                    kills += int(facts.get("oom_kill", 0))
+    with suppress(OSError, ValueError):  # a container may hide these files
+        for controllers, path in own_cgroups():
+            for file in files_with_kills(controllers, path):
+                facts = dict(map(str.split, file.read_text().splitlines()))
+                kills += int(facts.get("oom_kill", 0))
     return kills
+
+
+def own_cgroups():
+    """Yield (controllers, path) of each cgroup of this process that may limit its memory."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in CGROUP_FILES:
+            yield controllers, path
 
 
 def files_with_kills(controllers: str, path: str) -> list[Path]:

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import memory
-from report import parent_of, say, write_failure
+from report import HOST, parent_of, say, write_failure
 
 TO_STOP = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
 FORWARDED = TO_STOP | {signal.SIGQUIT}
@@ -53,8 +53,8 @@ def main() -> int:
         ignore_signals()
         if code != 0 and not os.path.exists(failure_file):
             time.sleep(0.2)  # until tee has written torchrun's report
-            write_why_killed(kills, log, torchrun.stopped_ranks)
-        if code != 0 and not supervised:  # supervise.py does so, too
+            report_killed_rank(kills, log, torchrun.stopped_ranks)
+        elif code != 0 and not supervised:  # supervise.py does so, too
             repeat(failure_file)
     end_tee(tee)
     return code if code >= 0 else 128 - code
@@ -76,7 +76,12 @@ class Torchrun:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.on_signal)
         # In a new session, so that Ctrl-C does not reach it.
-        self.process = subprocess.Popen(command, start_new_session=True, preexec_fn=before_torchrun)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=before_torchrun,
+        )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = self.process.wait()
         for rank in self.stopped_ranks:
@@ -88,12 +93,12 @@ class Torchrun:
         if number == signal.SIGQUIT:
             send(number, self.ranks())
         elif not self.is_stopping:
+            self.is_stopping = True
             self.stop(number)
         elif number == signal.SIGINT:
             send(signal.SIGKILL, [*self.ranks(), self.torchrun(), self.process.pid])
 
     def stop(self, number: int) -> None:
-        self.is_stopping = True
         if number == signal.SIGINT:
             text = b"stopping: all ranks save and exit; press Ctrl-C again to kill them\n"
             with suppress(OSError):
@@ -165,18 +170,22 @@ def end_tee(tee: subprocess.Popen) -> None:
         tee.wait(LOG_SECONDS)
 
 
-def write_why_killed(kills: int, log: str, stopped_ranks: list[int]) -> None:
-    """Write FAILURE_FILE for a rank that could not do it itself.
+def report_killed_rank(kills: int, log: str, stopped_ranks: list[int]) -> None:
+    """Print and write to FAILURE_FILE what a rank that was killed could not report.
 
     kills: what memory.oom_kills() returned before; stopped_ranks: those that were asked to stop.
     """
     if memory.oom_kills() > kills:
+        say(f"cluster_train.sh: error: {HOST}: {memory.KILLED}")
         write_failure("out of memory", memory.KILLED, None)
         return
-    report = Path(log).read_text(errors="replace").rpartition("\nRoot Cause")[2]  # torchrun's
+    text = Path(log).read_text(errors="replace")
+    _, found, report = text.rpartition("\nRoot Cause")  # torchrun's
     killed = re.search(r"^ *rank +: (\d+)(?:.*\n)+?.*Signal \d+ \((SIG\w+)\)", report, re.M)
-    if killed and not stopped_ranks:
-        write_failure("killed", f"ended by {killed[2]}", int(killed[1]))
+    if found and killed and not stopped_ranks:
+        rank, name = killed.groups()
+        say(f"cluster_train.sh: error: rank {rank} on {HOST}: ended by {name}")
+        write_failure("killed", f"ended by {name}", int(rank))
 
 
 def repeat(failure_file: str) -> None:

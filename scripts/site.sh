@@ -3,6 +3,9 @@
 # node, in the repository, before it starts Python, and uses the array `python` as its Python command. By
 # default everything is off or detected automatically: edit what you need. The launcher defines `fail`.
 
+[[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
+  fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
+
 # A job submitted from within a training has inherited that training's variables, or those of one of its ranks.
 job="${SLURM_JOB_ID:-${PBS_JOBID:-}}"
 if [[ -n "$job" && -n "${ATTEMPT_ID:-}${RANK:-}" && "${ATTEMPT_ID:-}" != "$job"[.-]* ]]; then
@@ -66,12 +69,8 @@ if [[ -n "${APPTAINER_IMAGE:-}" ]]; then
 fi
 
 # ---- Slurm: all steps are started with this command. Without --export=ALL, they would inherit
-# `sbatch --export=NONE` and lose the variables that the launcher sets. Without SLURM_GPUS* and the like,
-# they get what Slurm has granted, whatever the job requested per task: --gres does not change these.
+# `sbatch --export=NONE` and lose the variables that the launcher sets.
 srun=(srun --export=ALL)
-unset "${!SLURM_CPU_BIND@}" "${!SLURM_GPU_BIND@}" SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_CPUS_PER_TASK \
-  SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_NODE SLURM_TRES_PER_TASK SLURM_TRES_BIND \
-  SLURM_NTASKS SLURM_NPROCS
 # srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data")    # Pyxis and Enroot:
 # python=(python3)    # that of the container, where .venv may not work
 

@@ -37,8 +37,8 @@ standard input and in the variable EVENT, with two more fields: run_dir and next
 stop, requeue, restart, or why supervise.py gives up. It may take 10 s.
 A node is left out of the next attempts if only ranks on it did not answer in two hangs, or if its
 GPU has failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
-requeued without the node. The launchers that use ssh find the hosts to leave out in EXCLUDED_NODES,
-and write all their hosts to NODES_FILE, one per line.
+requeued without the node. Under ssh and PBS, launch.py finds the hosts to leave out in
+EXCLUDED_NODES, and writes all its hosts to NODES_FILE, one per line.
 Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
 
 Environment:
@@ -90,6 +90,12 @@ MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
 HANGS = 2  # in which a node did not answer, before it is left out
 NUMBER = (int, float)
+# Without these, a step of srun gets what Slurm has granted, whatever the job requested per task:
+# --gres on sbatch's command line does not change them.
+OF_THE_JOB = re.compile(
+    "SLURM_([CG]PU_BIND.*|GPUS|GPUS_PER_(NODE|TASK)|CPUS_PER_TASK|NTASKS|NTASKS_PER_(GPU|NODE)"
+    "|NPROCS|TRES_PER_TASK|TRES_BIND)"
+)
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -115,6 +121,10 @@ def main():
     except ValueError as error:
         log(f"error: {error}: correct or unset it")
         return 2
+    if is_srun(command):
+        for name in list(os.environ):
+            if OF_THE_JOB.fullmatch(name):
+                del os.environ[name]
     if not shutil.which(command[0]):
         log(f"error: cannot start {command[0]}: there is no such program")
         return 2
@@ -497,7 +507,7 @@ class Supervisor:
         code = self.run(env)
 
         status = read_status(self.status_file)
-        failure = read_json(self.failure_file)
+        failure = read_failure(self.failure_file)
         self.failure = failure
         self.launcher_hosts = lines_of(self.nodes_file)
         events = parse_lines(lines_of(self.events_file))[-MAX_EVENTS:]
@@ -701,7 +711,8 @@ class Supervisor:
         return Path(self.run_dir or self.directory) / "attempts.jsonl"
 
     def log_records(self):
-        return parse_lines(lines_of(self.log_file()))
+        records = parse_lines(lines_of(self.log_file()))
+        return [record for record in records if {"attempt", "start", "cause"} <= record.keys()]
 
     def record(self, attempt):
         """Write the attempt's line, replacing its line with the cause "running".
@@ -753,7 +764,7 @@ class Evidence:
         """{host: why it should be left out}. failure, events: of the attempt that has ended."""
         found = {}
         for event in events:
-            if event["event"] == "gpu_failed":
+            if event.get("event") == "gpu_failed":
                 found[event["host"]] = "its GPU has failed"
         hosts = failure.get("silent_hosts", [])
         if len(hosts) == 1:  # if several hosts are silent, the network may be at fault
@@ -812,7 +823,8 @@ def cause_of_exit_code(code):
     if number == signal.SIGABRT:
         return "exception", "aborted (SIGABRT), as by NCCL's watchdog: see the errors above"
     if code == SSH_FAILED:
-        return "killed", "exit code 255, as of ssh when a connection is lost: see the errors above"
+        reason = "exit code 255, as of ssh or pbsdsh when a node is lost: see the errors above"
+        return "killed", reason
     remedy = "see the errors above; if there are none, see dmesg"
     return "killed", f"exit code {code} and no error report: {remedy}"
 
@@ -854,6 +866,12 @@ def read_status(path):
     if "\0" in status.get("run_dir", ""):
         return {}
     return status
+
+
+def read_failure(path):
+    """What the first rank to fail, of any script, has reported; {} if something is missing."""
+    failure = read_json(path)
+    return failure if {"cause", "reason", "host"} <= failure.keys() else {}
 
 
 def has_only(kind, record, names):

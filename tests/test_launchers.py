@@ -287,7 +287,7 @@ def test_an_active_environment_comes_after_python_and_before_the_venv_of_the_rep
 def test_settings_of_other_programs_in_generic_variables_do_not_end_the_launch(
     tmp_path, level, used
 ):
-    text = f'[ "$1" != scripts/run_torchrun.py ] || exec {sys.executable} "$@"'
+    text = f'case "$1" in -c|scripts/run_torchrun.py) exec {sys.executable} "$@";; esac'
     python = write_program(tmp_path / "python", f'{text}; echo "$LOGLEVEL: $*"')
     env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "NPROC_PER_NODE": "1"}
     env |= {"LOG_LEVEL": level, "LAUNCHER": "accelerate launch"}
@@ -299,7 +299,7 @@ def test_settings_of_other_programs_in_generic_variables_do_not_end_the_launch(
 
 def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
     write_program(tmp_path / "date", "echo 20261126_120000")
-    text = f'[ "$1" != scripts/run_torchrun.py ] || exec {sys.executable} "$@"'
+    text = f'case "$1" in -c|scripts/run_torchrun.py) exec {sys.executable} "$@";; esac'
     env = {"PYTHON": str(write_program(tmp_path / "python", text)), "LOG_DIR": str(tmp_path)}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC_PER_NODE": "1"}
     command = ["scripts/cluster_train.sh", CONFIG, "1", "0", "localhost", "29400"]
@@ -627,14 +627,15 @@ def test_a_dry_run_prints_a_command_that_can_be_pasted():
     assert shlex.split(text) == ["$", *command, "--mine", "it's", "$HOME", ""]
 
 
-def test_variables_of_the_host_and_the_session_are_not_forwarded():
+def test_variables_of_the_host_and_the_session_are_not_forwarded(monkeypatch):
     private = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"]
     private += ["SLURM_JOB_ID", "SSH_AUTH_SOCK", "XDG_RUNTIME_DIR", "ON_NODE", "BASH_ENV"]
     private += ["TMUX_PANE", "TERM_PROGRAM", "KRB5CCNAME", "HOME", "TMPDIR"]
     private += ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"]
-    env = os.environ | dict.fromkeys(private, "of the launcher") | {"MINE": "here"}
-    command = [sys.executable, REPO / "scripts/ssh/node.py", "--request", "train"]
-    request = json.loads(subprocess.check_output(command, env=env))
+    for name in private:
+        monkeypatch.setenv(name, "of the launcher")
+    monkeypatch.setenv("MINE", "here")
+    request = json.loads(load(REPO / "scripts/ssh/node.py").request(["train"]))
     assert request["environment"]["MINE"] == "here"
     assert "of the launcher" not in request["environment"].values()
 

@@ -53,10 +53,10 @@ exec "$python" scripts/{script}
 
 def main():
     words = sys.argv[1:]
-    if words[0] in ("--connect", "--connect-pbs"):
-        connect_to = {"--connect": connect, "--connect-pbs": connect_by_pbs}[words[0]]
-        path, host, rank = words[1:]
-        return connect_to(path, host, int(rank))
+    if words[0] == "--connect":
+        return connect(*words[1:])
+    if words[0] == "--connect-pbs":
+        return connect_by_pbs(*words[1:])
     way = "ssh"
     if words[0] in ("--pdsh", "--pbs"):
         way = words[0][2:]
@@ -103,7 +103,7 @@ def slots_of_job():
 def choose_hosts(given, way):
     """The hosts to train on: not those in EXCLUDED_NODES; with NNODES, the first that answer.
 
-    [] if NNODES is wrong.
+    Under PBS, the first ones. [] if NNODES is wrong.
     """
     nnodes = os.environ.get("NNODES") or "0"
     if not nnodes.isdigit() or int(nnodes) > len(given):
@@ -159,14 +159,14 @@ def unreachable(hosts):
 def input_of_bash(script):
     """The input of bash on a host that runs this script of the repository."""
     repository = os.environ.get("REPO_ROOT") or os.getcwd()
-    python = os.environ.get("PYTHON") or "python3"
+    python = os.environ.get("PYTHON") or sys.executable
     return RUN.format(repository=shlex.quote(repository), python=shlex.quote(python), script=script)
 
 
 def free_port(host, way):
     """A free port on that host; "" if none was found (the error has then been printed)."""
     command = [*SSH, host, "exec bash -s"]
-    if way == "pbs":  # it is this one
+    if way == "pbs":  # usually, it is this one
         command = ["bash", "-s"]
     text = input_of_bash("guard.py --free-port")
     answer = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE)
@@ -205,6 +205,16 @@ class Node:
 
 def run(nodes, way):
     """Run until all nodes have exited. Returns the exit code."""
+    if way != "pbs":
+        return run_by(way, nodes)
+    logs = os.path.abspath(os.environ.get("LOG_DIR") or "logs")  # which all nodes see
+    os.makedirs(logs, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pbs_", dir=logs) as directory:
+        return run_by(way, nodes, [directory])
+
+
+def run_by(way, nodes, files=()):
+    """See run(). files: the directory for connect_by_pbs()."""
     parent = os.getppid()
     wakeup_read, wakeup_write = socket.socketpair()
     signals = record_signals(wakeup_write)
@@ -215,7 +225,7 @@ def run(nodes, way):
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
         path = f"{directory}/socket"
         server = listen(path, len(nodes))
-        starters = start(list(nodes), path, way)
+        starters = start(list(nodes), way, [path, *files])
         while time.monotonic() < deadline:
             if all(node.status is not None for node in nodes.values()):
                 break
@@ -241,7 +251,9 @@ def run(nodes, way):
     if failed is None:
         return 0
     name, status = failed
-    report(name, status)
+    say(f"error: {name} failed (exit code {status}), so all nodes were stopped")
+    if way != "pbs":
+        print_end_of_log(name)
     return status
 
 
@@ -317,19 +329,18 @@ def wait(server, wakeup_read, nodes, deadline):
                 wakeup_read.recv(4096)
 
 
-def start(hosts, path, way):
+def start(hosts, way, arguments):
     """Start connect() for each host in a new session, so that Ctrl-C does not reach it.
 
     Returns [(name, process)].
     """
-    connect = [sys.executable, "scripts/ssh/launch.py", "--connect", path]
+    option = "--connect-pbs" if way == "pbs" else "--connect"
+    connect = [sys.executable, "scripts/ssh/launch.py", option, *arguments]
     if way == "pdsh":
         pdsh = ["pdsh", "-R", "exec", "-f", str(len(hosts)), "-w", ",".join(hosts)]
         command = [*pdsh, *connect, "%h", "%n"]
         return [("pdsh", subprocess.Popen(command, start_new_session=True))]
     starters = []
-    if way == "pbs":
-        connect[2] = "--connect-pbs"
     for rank, host in enumerate(hosts):
         command = [*connect, host, str(rank)]
         # The screen shows node rank 0 only. PBS writes the output of all to that of the job.
@@ -341,7 +352,7 @@ def start(hosts, path, way):
 
 def connect(path, host, rank):
     """Run ssh for one host: input from the launcher, output to stdout and the log file."""
-    time.sleep(rank // HOSTS_PER_SECOND)
+    time.sleep(int(rank) // HOSTS_PER_SECOND)
     with socket.socket(socket.AF_UNIX) as launcher, suppress(ConnectionError, FileNotFoundError):
         launcher.connect(path)
         launcher.sendall(f"{host}\n".encode())
@@ -358,38 +369,35 @@ def connect(path, host, rank):
         launcher.sendall(str(code).encode())
 
 
-def connect_by_pbs(path, host, rank):
-    """Run pbsdsh for one host. It has no input, and always returns 0: node.py uses files for both.
-
-    They are in LOG_DIR, which all nodes see.
-    """
-    logs = os.path.abspath(os.environ.get("LOG_DIR") or "logs")
-    directory = os.path.join(logs, f"pbs_{os.environ['PBS_JOBID']}_{rank}")
+def connect_by_pbs(path, directory, host, rank):
+    """Run pbsdsh for one host. It has no input and always returns 0: files replace both."""
+    files = Files(directory, rank)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # pbsdsh gets it, too, and ends
     with socket.socket(socket.AF_UNIX) as launcher, suppress(ConnectionError, FileNotFoundError):
         launcher.connect(path)
         launcher.sendall(f"{host}\n".encode())
         lines = launcher.makefile("rb")
-        files = Files(directory)
-        files.create(lines.readline())
+        files.write("request", lines.readline())
         slot = str(slots_of_job().index(host))  # the first one of this host
-        run_node = input_of_bash(f"ssh/node.py --files {shlex.quote(directory)}")
-        pbsdsh = subprocess.Popen(["pbsdsh", "-n", slot, "--", "/bin/bash", "-c", run_node])
+        run_node = input_of_bash(f"ssh/node.py --files {shlex.quote(directory)} {rank}")
+        command = ["pbsdsh", "-n", slot, "--", "/bin/bash", "-c", run_node]
+        pbsdsh = subprocess.Popen(command, preexec_fn=stop_with_parent)
         forwarding = threading.Thread(target=forward, args=(lines, files), daemon=True)
         forwarding.start()
         pbsdsh.wait()
         deadline = time.monotonic() + STATUS_SECONDS
-        while files.status() is None and forwarding.is_alive() and time.monotonic() < deadline:
+        while files.read("status") is None and forwarding.is_alive():
+            if time.monotonic() > deadline:  # it did not start or was killed
+                break
             time.sleep(0.1)  # a network file system may lag
-        code = files.status() or b"255"  # it did not start or was killed
-        shutil.rmtree(directory, ignore_errors=True)
-        launcher.sendall(code)
+        launcher.sendall(files.read("status") or b"255")
 
 
 def forward(lines, files):
-    """Pass the launcher's words on, until it has exited."""
+    """Pass the launcher's words on. When it has exited, node.py notices that the files are gone."""
     for word in lines:
         files.write("word", word)
-    files.write("word", b"gone")
+    shutil.rmtree(files.directory, ignore_errors=True)
 
 
 def log_of(host):
@@ -397,8 +405,7 @@ def log_of(host):
     return os.path.join(directory, f"node_{host}.log")
 
 
-def report(host, status):
-    say(f"error: {host} failed (exit code {status}), so all nodes were stopped")
+def print_end_of_log(host):
     with suppress(OSError), open(log_of(host), errors="replace") as log:
         lines = collections.deque(log, 15)  # the last ones
         text = "  ".join(lines).rstrip()

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Run a command on this host for launch.py, until either ends.
 
-Usage: node.py [--files DIRECTORY]
+Usage: node.py [--files DIRECTORY RANK]
 
-Standard input, or with --files a file in DIRECTORY (see Files), has one message per line. First a
-request: the line that `node.py --request COMMAND ...` prints on the launcher's host. Later `stop`:
-the command should save and exit; or `end`: it has END_SECONDS to do so. End of input means that the
-launcher has exited. When the command has exited, all processes that it left behind are killed:
-those with ON_NODE=ID in their environment.
+Standard input, or with --files a file in DIRECTORY (see Files), has one message per line. First the
+line of request(). Later `stop`: the command should save and exit; or `end`: it has END_SECONDS to
+do so. End of input means that the launcher has exited. When the command has exited, all processes
+that it left behind are killed: those with ON_NODE=ID in their environment.
 If node.py is killed, the same happens END_SECONDS later: a PBS job ends with SIGKILL to node.py's
 session only, and torchrun's ranks have sessions of their own.
 Exit code: the command's; 128 + N if signal N killed it.
@@ -20,6 +19,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -72,41 +72,40 @@ class StandardInput:
 class Files:
     """In a PBS job: files in a directory that both hosts see, for the same messages."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, rank):
         self.directory = directory
+        self.rank = rank
 
-    def create(self, line):
-        """For the launcher: the first message."""
-        os.makedirs(self.directory, mode=0o700)  # it contains the environment
-        self.write("request", line)
+    def path(self, name):
+        return os.path.join(self.directory, f"{self.rank}.{name}")
 
     def write(self, name, content):
         """At once, so that no reader finds a part of it."""
-        path = os.path.join(self.directory, name)
-        with suppress(OSError):  # the job is over
+        path = self.path(name)
+        with suppress(OSError):  # the launcher has exited
             with open(f"{path}.new", "wb") as file:
                 file.write(content)
             os.replace(f"{path}.new", path)
 
     def read(self, name):
         """The content; None if there is no such file."""
-        with suppress(OSError), open(os.path.join(self.directory, name), "rb") as file:
+        with suppress(OSError), open(self.path(name), "rb") as file:
             return file.read()
         return None
 
     def request(self):
-        line = self.read("request") or b""
-        with suppress(OSError):
-            os.remove(os.path.join(self.directory, "request"))
+        line = self.read("request")
+        if line is None:
+            text = f"{self.directory} is not visible here: set LOG_DIR to one that all nodes see"
+            sys.exit(f"node.py: error: {socket.gethostname()}: {text}")
+        os.remove(self.path("request"))  # it contains the environment
         return line
 
     def word(self):
         time.sleep(0.5)
-        return b"gone" if not os.path.isdir(self.directory) else self.read("word") or b""
-
-    def status(self):
-        """For the launcher: the exit code as text; None if the command has not ended."""
-        return self.read("status")
+        if not os.path.isdir(self.directory):
+            return b"gone"
+        return self.read("word") or b""
 
 
 def serve(launcher):
@@ -210,10 +209,8 @@ def exit_code(code):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--request"]:
-        print(request(sys.argv[2:]))
-    elif sys.argv[1:2] == ["--files"]:
-        files = Files(sys.argv[2])
+    if sys.argv[1:2] == ["--files"]:
+        files = Files(*sys.argv[2:])
         files.write("status", b"%d" % serve(files))
     else:
         sys.exit(serve(StandardInput()))

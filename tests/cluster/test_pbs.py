@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -86,6 +87,31 @@ def test_ranks_that_wait_for_a_failed_one_are_gone_before_the_next_attempt(qsub,
     assert code == 1 and "launch.py: error: node02 failed (exit code " in text
     names = sorted(path.name for path in pids.iterdir())
     assert len(names) == 2 and "overlap" not in names, text  # attempts
+
+
+STAYS = """
+import os, time
+print("attempt", os.environ["ATTEMPT"], "rank", os.environ["RANK"], flush=True)
+time.sleep(1000 if os.environ["ATTEMPT"] == "1" else 0)
+"""
+
+
+@pytest.mark.parametrize("victim", [r"^\S+ \S+launch.py --pbs", "--connect-pbs .* node02"])
+def test_after_a_kill_of_the_launcher_nothing_is_left_and_the_next_attempt_runs(
+    start_job, cluster, repo, tmp_path, victim
+):
+    (script := tmp_path / "my_train.py").write_text(STAYS)
+    env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "NPROC_PER_NODE": "1"}
+    job = start_job(**env)
+    output = repo / f"train.o{job.pid}"
+    wait_until(lambda: output.exists() and output.read_text().count("attempt 1") == 2, job)
+    (pid,) = [p.pid for p in cluster.processes() if re.search(victim, p.line)]
+    os.kill(pid, signal.SIGKILL)
+    job.communicate(timeout=300)
+    text = output.read_text()
+    assert job.returncode == 0 and text.count("attempt 2 rank") == 2, text
+    cluster.assert_nothing_left()
+    assert not list((repo / "logs").glob("pbs_*"))
 
 
 def test_qdel_lets_the_ranks_save(start_job, cluster, repo, tmp_path, tiny):

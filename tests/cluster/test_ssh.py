@@ -431,7 +431,8 @@ def test_a_master_that_cannot_be_reached_is_named_at_once(cluster, repo):
 
 def node_py(cluster, repo, requests: str, **env):
     """node.py on node01, with the output of that bash script as its input."""
-    request = 'request() { python3 scripts/ssh/node.py --request "$@"; }'
+    code = "import sys; sys.path[0] = 'scripts/ssh'; import node; print(node.request(sys.argv[1:]))"
+    request = f'request() {{ python3 -c "{code}" "$@"; }}'
     script = f"{request}; exec python3 scripts/ssh/node.py < <({requests})"
     return cluster.start("node01", "bash", "-c", script, cwd=repo, **env)
 
