@@ -59,8 +59,8 @@ main() {
     config="$1"
     shift
   fi
-  local start="${PYTHON:-python3}"
-  local command=("$start" scripts/supervise.py "$start" scripts/ssh/launch.py --pbs -- "$config" "$@")
+  export PYTHON="${PYTHON:-python3}" # also on the nodes, whose python3 may be too old
+  local command=("$PYTHON" scripts/supervise.py "$PYTHON" scripts/ssh/launch.py --pbs -- "$config" "$@")
   echo "\$$(printf ' %q' "${command[@]}")"
   [[ -n "$DRY_RUN" ]] || exec "${command[@]}"
 }

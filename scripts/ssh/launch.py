@@ -159,7 +159,7 @@ def unreachable(hosts):
 def input_of_bash(script):
     """The input of bash on a host that runs this script of the repository."""
     repository = os.environ.get("REPO_ROOT") or os.getcwd()
-    python = os.environ.get("PYTHON") or sys.executable
+    python = os.environ.get("PYTHON") or "python3"
     return RUN.format(repository=shlex.quote(repository), python=shlex.quote(python), script=script)
 
 
