@@ -977,8 +977,18 @@ def configure_torch(cfg):
         torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
     elif "GLIBC_TUNABLES" not in os.environ:  # by which a user may have set malloc
         keep_freed_memory()
+    os.register_at_fork(before=wait_for_new_threads)
     if cfg.reproducible:
         torch.set_num_threads(1)  # on a CPU: with more, some kernels sum in another order
+
+
+def wait_for_new_threads():
+    """Before a fork: wait for threads of gloo that are just entering Python. Has no other effect.
+
+    Up to Python 3.10.14 and in early releases of 3.11, the child, such as a loader worker, would
+    hang on a lock of theirs: https://github.com/python/cpython/issues/112275
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(0), None)  # takes the same lock
 
 
 def keep_freed_memory():

@@ -16,6 +16,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without progress,
   all ranks print their stacks and exit, and the error reports the ranks at fault;
 - reports a slow rank: one that is late in each step, so that the others wait for it;
+- avoids a hang of loader workers with older releases of Python 3.10 and 3.11;
 - warns when a node's memory is nearly used up, and says which process grew most;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
 - records why the first rank failed, for scripts/supervise.py and torchrun.
@@ -122,6 +123,7 @@ def run_as_rank(arguments: list[str]) -> None:
     configure_process(world)
     share_gpu(world)
     keep_freed_memory()
+    os.register_at_fork(before=wait_for_new_threads)
     own_pid = os.getpid()
     watch = None
     is_guarded = os.environ.get("GUARD") != "0"
@@ -301,6 +303,15 @@ def share_gpu(world: dict[str, int]) -> None:
         if world["RANK"] == 0:
             text = "SHARE_GPU=1: ranks share GPUs and exchange over sockets: speed means nothing"
             say(f"guard.py: WARNING: {text}")
+
+
+def wait_for_new_threads() -> None:
+    """Before a fork: wait for threads of gloo that are just entering Python. Has no other effect.
+
+    Up to Python 3.10.14 and in early releases of 3.11, the child, such as a loader worker, would
+    hang on a lock of theirs: https://github.com/python/cpython/issues/112275
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(0), None)  # takes the same lock
 
 
 def keep_freed_memory() -> None:
