@@ -181,8 +181,8 @@ train_distributed.configure_torch(train_distributed.parse_config([]))
 
 @pytest.mark.parametrize("program", ["trainer", "guard.py"])
 def test_children_that_are_forked_while_threads_enter_python_do_not_hang(tmp_path, program):
-    """Without the remedy, about 12 of 2,500 with Python before 3.10.15, or an early 3.11. It leaves a
-    window of microseconds: none or one of them."""
+    """Without the remedy, about 12 of 2,500 do with Python before 3.10.15, or an early 3.11. It
+    leaves a window of microseconds: none or one of them."""
     script = tmp_path / "forks.py"
     script.write_text(FORKS if program == "guard.py" else OF_TRAINER + FORKS)
     guard = [] if program == "trainer" else [REPO / "scripts/guard.py"]
