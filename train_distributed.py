@@ -322,8 +322,8 @@ class State:
 
 def train(task: Task, cfg: argparse.Namespace, world: World):
     """One run, from its start or its newest checkpoint to its last step. Collective."""
-    lock = on_rank_0(world, lock_directory, cfg)
-    path = on_rank_0(world, find_checkpoint, cfg)
+    lock = on_rank_0(lock_directory, cfg)
+    path = on_rank_0(find_checkpoint, cfg)
     checkpoint = load_checkpoint(path) if path else None
     settle_options(cfg, world, checkpoint)
     train_set, test_set = open_data(task, cfg, world)
@@ -334,17 +334,17 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         group["initial_lr"] = group["lr"]
         group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.amp == "fp16")
-    saver = Saver(task, cfg, world, stream, optimizer)
+    saver = Saver(task, cfg, stream, optimizer)
     state = State()
     if checkpoint:
         saver.restore(path, checkpoint, state, model, optimizer, scaler)
     elif cfg.init:
-        load_initial_weights(cfg, world, model)
+        load_initial_weights(cfg, model)
     del checkpoint  # a file that is mapped keeps its place on the disk after it is deleted
-    loss_of = wrap(task, cfg, world, model)
+    loss_of = wrap(task, cfg, model)
     keys = functools.partial(stream.keys, state.step)
     batches = batches_of(task, cfg, world, train_set, keys)
-    metrics = MetricsWriter(task, cfg, world, saver)
+    metrics = MetricsWriter(task, cfg, saver)
     requests = StopRequests(cfg)
     total_steps = stream.steps_of(cfg.epochs)
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
@@ -352,8 +352,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     enough = ""  # why to finish before the last step
     profiler = None
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
-    log_on_rank_0(world, f"Code: {saver.code}")
-    log_on_rank_0(world, f"{begin}, to step {last_step}")
+    log_on_rank_0(f"Code: {saver.code}")
+    log_on_rank_0(f"{begin}, to step {last_step}")
     saver.write_status(state.step, "running")
 
     set_training_mode(model)
@@ -367,7 +367,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
                 test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
                 if not sync.stop_reason:
                     test_values = metrics.record_evaluation(state, test_sums)
-                    enough = judge_evaluation(task, cfg, world, state, test_values, saver)
+                    enough = judge_evaluation(task, cfg, state, test_values, saver)
                 sync.restart(state.step)
             if enough or sync.stop_reason or state.step >= last_step:
                 break
@@ -403,9 +403,9 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     reason = sync.stop_reason or enough
     why = f" ({reason})" if reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
-    log_on_rank_0(world, f"{ending.title()} at {where}")
+    log_on_rank_0(f"{ending.title()} at {where}")
     saver.write_status(state.step, ending, reason, sync.seconds_left)
-    on_rank_0(world, os.close, lock)  # the others wait: a launcher may end all when one exits
+    on_rank_0(os.close, lock)  # the others wait: a launcher may end all when one exits
 
 
 def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sync):
@@ -530,7 +530,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
     return totals[0], ""
 
 
-def judge_evaluation(task, cfg, world, state, values: dict[str, float], saver) -> str:
+def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
     """Keep the newest checkpoint as best.pt if Task.best was never better. Collective.
 
     values: the metrics of the test set, {} without one. Returns "", or why to end the training.
@@ -542,7 +542,7 @@ def judge_evaluation(task, cfg, world, state, values: dict[str, float], saver) -
         text = f"best.pt and --patience need Task.best, and Task.report() has no {task.best}"
         if cfg.patience:
             raise UserError(text)
-        log_on_rank_0(world, f"  {text}")
+        log_on_rank_0(f"  {text}")
     else:
         sign = -1 if task.best_is_lowest else 1
         is_best = state.best is None or sign * score > sign * state.best
@@ -551,7 +551,7 @@ def judge_evaluation(task, cfg, world, state, values: dict[str, float], saver) -
             state.best = score
             state.evaluations_since_best = 0
             saver.save_best(state.step)
-    if on_rank_0(world, task.after_evaluation, values):
+    if on_rank_0(task.after_evaluation, values):
         return "Task.after_evaluation()"
     if cfg.patience and state.evaluations_since_best >= cfg.patience:
         return f"no better {task.best} in {cfg.patience} evaluations"
@@ -566,7 +566,7 @@ def evaluate_checkpoint(task, cfg, world):
     if test_set is None or task.spec != spec:
         raise UserError(f"--evaluate {cfg.evaluate}: no test set, or not with {task.spec}")
     sums, _ = evaluate(task, cfg, world, model, test_set)
-    log_on_rank_0(world, f"{cfg.evaluate}: {describe(report(task, sums))}")
+    log_on_rank_0(f"{cfg.evaluate}: {describe(report(task, sums))}")
 
 
 def build_model(task, cfg, world) -> nn.Module:
@@ -625,7 +625,7 @@ def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    log_on_rank_0(world, f"Recording five steps in {file}, and so on for each rank")
+    log_on_rank_0(f"Recording five steps in {file}, and so on for each rank")
     profiler = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(wait=0, warmup=1, active=PROFILED_STEPS - 1, repeat=1),
@@ -654,8 +654,8 @@ def open_data(task, cfg, world) -> tuple[Dataset, Dataset | None]:
         seed_generators(cfg.seed)  # for data sets that are divided at random
         data_sets.extend(task.data(cfg))
 
-    on_rank_0(world, open_all)
-    if world.rank != 0:
+    on_rank_0(open_all)
+    if not is_rank_0():
         open_all()
     for data_set in data_sets:
         if isinstance(data_set, IterableDataset):
@@ -763,7 +763,7 @@ class SampleStream:
             raise UserError(f"{batch} is more than the {samples} of the data: set --batch-size")
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
         text = f"Global batch {cfg.global_batch_size} = {count} x {cfg.batch_size}"
-        log_on_rank_0(world, f"{text}; {samples / cfg.global_batch_size:.4g} steps per epoch")
+        log_on_rank_0(f"{text}; {samples / cfg.global_batch_size:.4g} steps per epoch")
 
     def epochs_done(self, step: int) -> int:
         """How often each sample was used in the first steps."""
@@ -909,14 +909,14 @@ def setup_distributed(cfg) -> World:
         raise UserError("--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo")
     world = World(launch_variable("RANK", 0), world_size, device)
     if device.type == "cpu" and (cfg.gpus_per_node or os.environ.get("SLURM_GPUS_ON_NODE")):
-        log_on_rank_0(world, "WARNING: PyTorch finds no GPU here, and trains on the CPU")
+        log_on_rank_0("WARNING: PyTorch finds no GPU here, and trains on the CPU")
     noun = "process" if device.type == "cpu" else "GPU"
     if world_size > 1:
         noun = "processes" if device.type == "cpu" else "GPUs"
     topology = f"{world_size} {noun} ({per_node} per node)"
-    log_on_rank_0(world, f"Starting distributed training on {topology}")
+    log_on_rank_0(f"Starting distributed training on {topology}")
     versions = f"PyTorch {torch.__version__}, {backend}"
-    log_on_rank_0(world, f"Master node: {socket.gethostname()}; {versions}")
+    log_on_rank_0(f"Master node: {socket.gethostname()}; {versions}")
     if world_size > 1:
         if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
             text = "MASTER_ADDR or MASTER_PORT is not set"
@@ -948,8 +948,8 @@ def launch_variable(name: str, default: int) -> int:
     return int(os.environ.get(name) or default)
 
 
-def is_launched_as_rank_0() -> bool:
-    """For messages before setup_distributed(), and where there is no World."""
+def is_rank_0() -> bool:
+    """Also before setup_distributed()."""
     return launch_variable("RANK", 0) == 0
 
 
@@ -1017,10 +1017,10 @@ class LossOf(nn.Module):
         return result
 
 
-def wrap(task, cfg, world, model) -> nn.Module:
+def wrap(task, cfg, model) -> nn.Module:
     """batch -> Task.loss(), in a module that exchanges the gradients in the backward pass."""
     loss_of = LossOf(task, model)
-    if world.world_size == 1 or cfg.reproducible:
+    if not dist.is_initialized() or cfg.reproducible:
         return loss_of
     wrapped = task.wrap(loss_of)
     if isinstance(wrapped, DistributedDataParallel):
@@ -1048,17 +1048,17 @@ def settle_buckets(ddp: DistributedDataParallel):
     ddp.zero_grad()
 
 
-def on_rank_0(world, function: Callable, *arguments):
+def on_rank_0(function: Callable, *arguments):
     """Call a function on rank 0; return its result on all ranks. Collective.
 
     If it raises an error, rank 0 raises that, and the other ranks exit with code 2.
     """
     outcome = [None, True]  # result, whether it has failed
     try:
-        if world.rank == 0:
+        if is_rank_0():
             outcome = [function(*arguments), False]
     finally:  # also after an error
-        if world.world_size > 1:
+        if dist.is_initialized():
             dist.broadcast_object_list(outcome)
     result, has_failed = outcome
     if has_failed:
@@ -1263,15 +1263,14 @@ class MetricsWriter:
     last record counts.
     """
 
-    def __init__(self, task, cfg, world, saver):
+    def __init__(self, task, cfg, saver):
         self.task = task
         self.cfg = cfg
-        self.world = world
         self.saver = saver
         self.stream = saver.stream
         self.path = run_directory(cfg) / "metrics.jsonl"
         self.trackers: list[Callable] = []  # functions of (values by name, step)
-        on_rank_0(world, self.open)
+        on_rank_0(self.open)
 
     def open(self):
         options = {name: value for name, value in vars(self.cfg).items() if name != "config"}
@@ -1306,13 +1305,13 @@ class MetricsWriter:
         epoch = step * self.cfg.global_batch_size / self.stream.samples
         left = timedelta(seconds=round(sync.seconds_left))
         line = f"  step {step}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
-        log_on_rank_0(self.world, f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
+        log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
         values["lr"], norm = sync.recorded.pop(step)
         values["samples_per_second"] = rate
         values["data_wait"] = sync.data_wait  # share of the time
         values["gradient_norm"] = float(norm)
         values["seconds_left"] = sync.seconds_left
-        if self.world.device.type == "cuda":
+        if torch.cuda.is_available():
             values["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # at its peak
         self.record("train", step, values)
 
@@ -1329,15 +1328,15 @@ class MetricsWriter:
         if self.stream.ends_epoch(state.step):
             epoch = self.stream.epochs_done(state.step)
             values = report(self.task, state.epoch_sums) | values
-            log_on_rank_0(self.world, f"Epoch {epoch}: {describe(values)}")
+            log_on_rank_0(f"Epoch {epoch}: {describe(values)}")
             self.record("epoch", state.step, {"epoch": epoch, **values})
         else:
-            log_on_rank_0(self.world, f"  step {state.step}: {describe(values)}")
+            log_on_rank_0(f"  step {state.step}: {describe(values)}")
             self.record("evaluation", state.step, values)
         return test_values
 
     def record(self, kind: str, step: int, values: dict[str, float]):
-        if self.world.rank != 0:
+        if not is_rank_0():
             return
         values = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"kind": kind, "step": step, "time": time.time(), **values}
@@ -1387,8 +1386,8 @@ def warn(text: str):
     log(f"WARNING: {text}", sys.stderr)
 
 
-def log_on_rank_0(world, text: str):
-    if world.rank == 0:
+def log_on_rank_0(text: str):
+    if is_rank_0():
         log(text)
 
 
@@ -1427,7 +1426,7 @@ class StopRequests:
             return
         self.signal = signal.Signals(number).name
         self.signal_time = time.time()
-        if number == signal.SIGINT and is_launched_as_rank_0():
+        if number == signal.SIGINT and is_rank_0():
             with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
                 os.write(2, b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n")
 
@@ -1505,14 +1504,13 @@ def write_file(path: Path, write: Callable):
 class Saver:
     """Saves checkpoints and the status of the run, and deletes old ones, on rank 0."""
 
-    def __init__(self, task, cfg, world, stream, optimizer):
+    def __init__(self, task, cfg, stream, optimizer):
         self.cfg = cfg
-        self.world = world
         self.stream = stream
         self.directory = run_directory(cfg)
         # What makes a run this run: it does not resume with other data.
         self.identity = {"task": type(task).__name__, "spec": task.spec, "samples": stream.samples}
-        self.code = on_rank_0(world, code_version)
+        self.code = on_rank_0(code_version)
         self.first_groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
         self.began = time.time()
         self.last_save = time.monotonic()
@@ -1530,7 +1528,7 @@ class Saver:
                 raise UserError(f"{text}: set another --checkpoint-dir")
         if checkpoint["code"] != self.code:
             text = f"the code has changed since the checkpoint: {checkpoint['code']} -> {self.code}"
-            log_on_rank_0(self.world, text)
+            log_on_rank_0(text)
         load_weights(model, checkpoint["model"])
         # What the optimizer has learned is part of the run, but an option that was changed applies.
         saved = checkpoint["optimizer"]["param_groups"]
@@ -1552,7 +1550,7 @@ class Saver:
 
     def wants_save(self) -> bool:
         """Whether to save now, by the clock or a file SAVE. False on other ranks than 0."""
-        if self.world.rank != 0:
+        if not is_rank_0():
             return False
         is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
         return is_late or (self.directory / "SAVE").exists()
@@ -1560,7 +1558,7 @@ class Saver:
     def wants_profile(self) -> bool:
         """Whether there is a file PROFILE; removes it. False on other ranks than 0."""
         file = self.directory / "PROFILE"
-        if self.world.rank != 0 or not file.exists():
+        if not is_rank_0() or not file.exists():
             return False
         file.unlink()
         return True
@@ -1570,7 +1568,7 @@ class Saver:
 
         A failed save is a warning once, and an error the second time.
         """
-        if self.world.rank != 0:
+        if not is_rank_0():
             return
         name = self.name_of(state.step)
         finite = [p.isfinite().all() for p in model.parameters()]
@@ -1622,7 +1620,7 @@ class Saver:
 
     def save_best(self, step: int):
         """Keep the checkpoint of this step as best.pt, beside the newest ones."""
-        if self.world.rank != 0:
+        if not is_rank_0():
             return
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
@@ -1649,7 +1647,7 @@ class Saver:
         """status.json, and a copy for the supervisor. States: running, finished, stopped,
         failed. After a kill, it stays "running".
         """
-        if self.world.rank != 0:
+        if not is_rank_0():
             return
         status = {
             "state": state,
@@ -1659,7 +1657,7 @@ class Saver:
             "global_step": step,
             "saved_step": self.saved_step,
             "seconds_left": seconds_left,
-            "world_size": self.world.world_size,
+            "world_size": launch_variable("WORLD_SIZE", 1),
             "began": self.began,
             "time": time.time(),
         }
@@ -1756,14 +1754,14 @@ def load_weights(model, weights: dict):
         raise UserError(f"the checkpoint is of another model ({error})") from None
 
 
-def load_initial_weights(cfg, world, model):
+def load_initial_weights(cfg, model):
     """--init: the weights of another run; says which do not fit the model."""
     weights = load_intact(Path(cfg.init))["model"]
     own = model.state_dict()
     fitting = {n: w for n, w in weights.items() if n in own and w.shape == own[n].shape}
     model.load_state_dict(fitting, strict=False)
     others = ", ".join(sorted((own.keys() | weights.keys()) - fitting.keys()))
-    log_on_rank_0(world, f"Weights of {cfg.init}: {len(fitting)} taken; not: {others or 'none'}")
+    log_on_rank_0(f"Weights of {cfg.init}: {len(fitting)} taken; not: {others or 'none'}")
 
 
 def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.Module:
@@ -1832,7 +1830,7 @@ def settle_options(cfg, world, checkpoint: dict | None):
     if changes and not cfg.checkpoint_dir:
         raise UserError(f"{conflict}: {remedy} continue this one with --checkpoint-dir {directory}")
     if changes:
-        log_on_rank_0(world, f"Changed since the checkpoint: {text}")
+        log_on_rank_0(f"Changed since the checkpoint: {text}")
 
 
 def import_package(module: str, needed_by: str, package: str = ""):
@@ -1993,8 +1991,7 @@ def read_config(file: str, parser) -> list[str]:
             continue
         if name not in known:
             if name in of_this_file:  # configs/default_config.yaml has it, but not your task
-                if is_launched_as_rank_0():
-                    log(f"--config {file}: {name} is ignored, which this task does not have")
+                log_on_rank_0(f"--config {file}: {name} is ignored, which this task does not have")
                 continue
             raise UserError(
                 f"--config {file}: there is no option {name}{did_you_mean(name, known)}"
@@ -2025,7 +2022,7 @@ def main(task: Task | None = None, argv: list[str] | None = None):
             train(task, cfg, world)
     except UserError as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # its launcher may end this rank
-        if not is_launched_as_rank_0():
+        if not is_rank_0():
             time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
         log(f"{Path(sys.argv[0]).name}: error: {error}", sys.stderr)
         raise SystemExit(2) from error

@@ -197,7 +197,7 @@ def open_run_directory(path: Path, resume: str) -> Path | None:
     try:
         found = trainer.find_checkpoint(cfg)
         saver = SimpleNamespace(stream=None, code="train_distributed.py 0")
-        metrics = trainer.MetricsWriter(trainer.Task(), cfg, trainer.World(), saver)
+        metrics = trainer.MetricsWriter(trainer.Task(), cfg, saver)
         metrics.record("train", 53, {"loss": 1.0})
         return found
     finally:

@@ -52,9 +52,9 @@ TRAINER = {
         "faults/test_stop.py -k last_save",
         "assert 'running' == 'stopped'",
         """
-        def on_rank_0(world, function, *arguments, inner=t.on_rank_0):
+        def on_rank_0(function, *arguments, inner=t.on_rank_0):
             if function is not t.os.close:
-                return inner(world, function, *arguments)
+                return inner(function, *arguments)
 
         t.on_rank_0 = on_rank_0
         """,
