@@ -326,7 +326,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     path = on_rank_0(find_checkpoint, cfg)
     checkpoint = load_checkpoint(path) if path else None
     settle_options(cfg, world, checkpoint)
-    train_set, test_set = open_data(task, cfg, world)
+    train_set, test_set = open_data(task, cfg)
     stream = SampleStream(len(train_set), cfg, world)
     model = build_model(task, cfg, world)
     optimizer = task.optimizer(cfg, model)
@@ -386,7 +386,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
                 totals, (save, profile) = sync.all_reduce(state.step, flags)
                 metrics.record_intervals(state, totals, sync)
                 if ends or save or sync.stop_reason:
-                    check_replicas(world, model)
+                    check_replicas(model)
                     saver.save(state, model, optimizer, scaler, sync.seconds_left)
                 if profile and not profiler:
                     profiler = start_profiler(cfg, world, state.step)
@@ -432,7 +432,7 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
                 weight *= world.world_size  # DDP divides by it
             if "count" in values:
                 if exact and not counts:
-                    exact.divide_by(values["count"], world)
+                    exact.divide_by(values["count"])
                 counts.append(values["count"])
                 weight = weight * values["count"]
             weighted = loss if not counts and weight == 1 else loss * weight
@@ -441,9 +441,9 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
             exact.add_micro_batch()
         sync.add(step // cfg.log_every_steps, {"loss": loss, "count": cfg.batch_size, **values})
     if exact:
-        exact.write_gradients(world)
+        exact.write_gradients()
     if counts:
-        divide_by_items(world, optimizer, counts, stream.micro_batches_per_step)
+        divide_by_items(optimizer, counts, stream.micro_batches_per_step)
     if cfg.clip_grad_norm:
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), cfg.clip_grad_norm)
@@ -462,10 +462,10 @@ def set_learning_rate(task, cfg, stream, optimizer, step):
         group["lr"] = group["initial_lr"] * factor
 
 
-def divide_by_items(world, optimizer, counts: list[torch.Tensor], micro_batches: int):
+def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
     """Turn gradients of sums over items into gradients of their mean. Collective."""
     items = torch.stack(counts).sum(dtype=torch.float32)
-    if world.world_size > 1:
+    if dist.is_initialized():
         dist.all_reduce(items)
     torch._foreach_mul_(gradients_of(optimizer), micro_batches / items.clamp(min=1))
 
@@ -493,7 +493,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
     """
     if test_set is None:
         return {}, ""
-    if world.world_size > 1:
+    if dist.is_initialized():
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
     model.eval()
@@ -560,7 +560,7 @@ def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
 
 def evaluate_checkpoint(task, cfg, world):
     """--evaluate: print the metrics of a checkpoint on the test set; writes no file. Collective."""
-    _, test_set = open_data(task, cfg, world)
+    _, test_set = open_data(task, cfg)
     spec = task.spec
     model = load_model(cfg.evaluate, task, str(world.device))
     if test_set is None or task.spec != spec:
@@ -644,7 +644,7 @@ def collect_garbage():
 
 
 # --------------------------------------------------------------------------------------- DATA
-def open_data(task, cfg, world) -> tuple[Dataset, Dataset | None]:
+def open_data(task, cfg) -> tuple[Dataset, Dataset | None]:
     """Task.data(), on rank 0 first, because it may download. Collective."""
     start_hang_timer(cfg)
     data_sets: list = []
@@ -657,30 +657,30 @@ def open_data(task, cfg, world) -> tuple[Dataset, Dataset | None]:
     on_rank_0(open_all)
     if not is_rank_0():
         open_all()
-    for data_set in data_sets:
+    train_set, test_set = data_sets
+    given = [train_set] if test_set is None else [train_set, test_set]
+    for data_set in given:
         if isinstance(data_set, IterableDataset):
             raise UserError(
                 f"{type(data_set).__name__} has no index: return a map-style data set, with "
                 "__len__() and __getitem__(); examples/tar_shards.py reads shards by index"
             )
-        if data_set is not None and len(data_set) == 0:
+        if len(data_set) == 0:
             raise UserError(f"{type(data_set).__name__} has no samples: is --data-dir right?")
-    train_set, test_set = data_sets
-    samples = [len(data_set) for data_set in data_sets if data_set is not None]
-    check_same_data(world, samples, task.spec)
+    if dist.is_initialized():
+        check_same_data([len(data_set) for data_set in given], task.spec)
     return train_set, test_set
 
 
-def check_same_data(world, samples: list[int], spec: dict):
+def check_same_data(samples: list[int], spec: dict):
     """UserError if a rank sees another number of samples, or another spec. Collective."""
-    if world.world_size == 1:
-        return
-    seen = [None] * world.world_size
+    seen = [None] * dist.get_world_size()
     dist.all_gather_object(seen, [socket.gethostname(), samples, spec])
+    first_host, *first = seen[0]
     for rank, (host, *other) in enumerate(seen):
-        if other != seen[0][1:]:
+        if other != first:
             text = f"rank {rank} on {host} sees {other[0]} samples (training, test), rank 0 on"
-            text += f" {seen[0][0]} {seen[0][1]}, or another Task.spec"
+            text += f" {first_host} {first[0]}, or another Task.spec"
             raise UserError(f"{text}: the ranks need the same --data-dir")
 
 
@@ -1082,13 +1082,13 @@ class ExactGradients:
         self.scale = scaler.scale(torch.ones((), dtype=torch.float64, device=device))  # of fp16
         self.total = 0
 
-    def divide_by(self, count: torch.Tensor, world):
+    def divide_by(self, count: torch.Tensor):
         """Before gradients of sums over items are rounded, divide them by this number of rank 0.
 
         Collective.
         """
         count = count.detach().double().clamp(min=1)
-        if world.world_size > 1:
+        if dist.is_initialized():
             dist.broadcast(count, 0)
         self.scale = self.scale * count
 
@@ -1101,9 +1101,9 @@ class ExactGradients:
         for p in self.parameters:
             p.grad = None
 
-    def write_gradients(self, world):
+    def write_gradients(self):
         """Add the totals of all ranks and write them to .grad. Collective."""
-        if world.world_size > 1:
+        if dist.is_initialized():
             dist.all_reduce(self.total)
         self.total.masked_fill_(self.total.abs() >= 2.0**13, math.nan)
         sizes = [as_real(p).numel() for p in self.parameters]
@@ -1112,17 +1112,14 @@ class ExactGradients:
             as_real(p.grad).copy_(gradient.view_as(as_real(p)))
 
 
-def check_replicas(world, model):
+def check_replicas(model):
     """UserError, before anything is saved, if a rank has different weights. Collective."""
-    if world.world_size == 1:
+    if not dist.is_initialized():
         return
-    digests = torch.zeros(world.world_size, dtype=torch.int64, device=world.device)
-    digests[world.rank] = digests_of(model.parameters()).sum()
-    dist.all_reduce(digests)
-    values = digests.tolist()
-    usual = max(values, key=values.count)
-    is_majority = 2 * values.count(usual) > len(values)  # else, any of them may be wrong
-    odd = [rank for rank, value in enumerate(values) if value != usual or not is_majority]
+    digests = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digests_of(model.parameters()).sum().item())
+    half = len(digests) / 2  # if no more ranks than that agree, any of them may be wrong
+    odd = [rank for rank, digest in enumerate(digests) if digests.count(digest) <= half]
     if odd:
         why = "a memory error, different hardware, or code that changes them on some ranks only"
         text = f"different weights on the ranks {odd}: {why}; the same command resumes"

@@ -10,7 +10,7 @@ import torch
 from harness import assert_same_state, launch, train
 
 import train_distributed
-from train_distributed import InMemoryDataset, Normalized, SeededDataset, UserError, World
+from train_distributed import InMemoryDataset, Normalized, SeededDataset, UserError
 
 
 def options(images, *more) -> list[str]:
@@ -206,7 +206,7 @@ class Stream(torch.utils.data.IterableDataset):
 def refusal_of(train_set, test_set) -> str:
     cfg = train_distributed.parse_config([])
     with pytest.raises(UserError) as refused:
-        train_distributed.open_data(OfData(train_set, test_set), cfg, World())
+        train_distributed.open_data(OfData(train_set, test_set), cfg)
     return str(refused.value)
 
 
@@ -239,7 +239,7 @@ def test_data_that_is_divided_at_random_is_the_same_on_all_ranks():
         np.random.seed(number)
         random.seed(number)
         task = Divided()
-        train_distributed.open_data(task, train_distributed.parse_config([]), World())
+        train_distributed.open_data(task, train_distributed.parse_config([]))
         drawn.append(task.drawn)
     assert drawn[0] == drawn[1]
 

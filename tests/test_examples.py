@@ -210,7 +210,7 @@ def test_a_mistake_is_explained_in_a_sentence(name, words, message, data):
     task = task_of(name)
     with pytest.raises(UserError) as refused:
         cfg = parse_config([f"--data-dir={data / 'images'}", *words], task)
-        trainer.open_data(task, cfg, World())
+        trainer.open_data(task, cfg)
         task.model(cfg)
     assert message in str(refused.value)
 

@@ -67,7 +67,7 @@ TRAINER = {
     "the weights of all ranks are compared": (
         "test_replicas.py -k named",
         "assert 0 == 2",
-        "t.check_replicas = lambda world, model: None",
+        "t.check_replicas = lambda model: None",
     ),
     "a loss that is not finite ends the run": (
         "test_loss.py -k not_finite_ends",
@@ -157,7 +157,7 @@ TRAINER = {
     "gradients are divided by the items of all ranks": (
         "test_loss.py -k written_by_hand",
         r"AssertionError: network\.",
-        "t.divide_by_items = lambda world, optimizer, counts, micro_batches: None",
+        "t.divide_by_items = lambda optimizer, counts, micro_batches: None",
     ),
     "frozen BatchNorm stays in evaluation mode": (
         "test_loss.py -k frozen",
@@ -270,9 +270,9 @@ def test_without_a_safeguard_of_a_script_its_test_fails(tmp_path, safeguard):
 
 def test_a_mutation_that_crashes_is_an_error_of_the_mutation(tmp_path):
     for code, expected in (
-        ("t.check_replicas = lambda world: None", "the mutation crashed: TypeError"),
+        ("t.check_replicas = lambda: None", "the mutation crashed: TypeError"),
         ("t.check_replicas = t.check_replicas", "it did not fail"),
-        ("t.check_replicas = lambda world, model: None", "it failed differently"),
+        ("t.check_replicas = lambda model: None", "it failed differently"),
     ):
         tests = "test_replicas.py -k named"
         with pytest.raises(AssertionError, match=expected):
