@@ -46,6 +46,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -382,8 +383,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
                     profiler = None
             ends = stream.saves_after(state.step) or state.step == last_step
             if ends or sync.is_due(state.step):
-                flags = [saver.wants_save(), saver.wants_profile()]
-                totals, (save, profile) = sync.all_reduce(state.step, flags)
+                totals, (save, profile) = sync.all_reduce(state.step, saver.poll())
                 metrics.record_intervals(state, totals, sync)
                 if ends or save or sync.stop_reason:
                     check_replicas(model)
@@ -622,12 +622,8 @@ PROFILED_STEPS = 6  # the first one is a warm-up
 def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
     """Records the next steps of this rank in a file for Perfetto."""
     file = run_directory(cfg) / f"trace_step_{step}_rank_{world.rank}.json"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if world.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     log_on_rank_0(f"Recording five steps in {file}, and so on for each rank")
     profiler = torch.profiler.profile(
-        activities=activities,
         schedule=torch.profiler.schedule(wait=0, warmup=1, active=PROFILED_STEPS - 1, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(file)),
     )
@@ -778,7 +774,7 @@ class SampleStream:
         return self.ends_epoch(step) or bool(step and every and step % every == 0)
 
     def saves_after(self, step: int) -> bool:
-        """By the number of the step alone; Saver.wants_save() has other reasons."""
+        """By the number of the step alone; Saver.poll() has other reasons."""
         every = self.cfg.checkpoint_every_steps
         return self.evaluates_after(step) or bool(every and step % every == 0)
 
@@ -1163,7 +1159,8 @@ class Sync:
         self.last_step = last_step
         self.requests = requests
         self.stop_reason = ""  # the same on all ranks
-        self.rows: list[tuple[int, dict]] = []  # what loss() has returned
+        self.intervals: list[int] = []  # of the micro-batches since the exchange before
+        self.columns: dict[str, list] = defaultdict(list)  # what loss() has returned for them
         self.steps_between = 1  # two exchanges
         self.seconds_per_step = 1.0  # since the exchange before
         self.data_wait = 0.0  # the part of it in which the ranks wait for data
@@ -1185,55 +1182,53 @@ class Sync:
 
     def add(self, interval: int, values: dict):
         """Keep numbers, and tensors without dimensions, without waiting for the GPU."""
-        row = {}
+        self.intervals.append(interval)
         for name, value in values.items():
-            row[name] = value.detach() if isinstance(value, torch.Tensor) else value
-        self.rows.append((interval, row))
+            number = value.detach() if isinstance(value, torch.Tensor) else value
+            self.columns[name].append(number)
 
     def all_reduce(self, step: int, flags: list[bool]):
-        """({interval: sums over all ranks}, flags: whether a rank has set each). Collective.
+        """({interval: sums over all ranks}, the number of ranks that set each flag). Collective.
 
         The sums are in float64. That of "loss" counts each mean loss as often as its items.
         """
-        names = sorted(self.rows[0][1])  # in the same order on all ranks
-        if any(sorted(row) != names for _, row in self.rows):
-            raise UserError(f"Task.loss() must return the same sums each time: {names}")
-        columns = {name: numbers_of([row[name] for _, row in self.rows]) for name in names}
-        sums: dict[int, dict[str, float]] = {}
-        for place, (interval, _) in enumerate(self.rows):
-            row = {name: column[place] for name, column in columns.items()}
-            row["loss"] *= row["count"]
-            total = sums.setdefault(interval, dict.fromkeys(names, 0.0))
-            for name in names:
-                total[name] += row[name]
-        self.rows.clear()
-        numbers = [value for total in sums.values() for value in total.values()]
-        agreed = iter(self.agree(step, [*numbers, *flags]))
-        for total in sums.values():
-            for name in names:
-                total[name] = next(agreed)
-        return sums, [number > 0 for number in agreed]
+        columns = {name: numbers_of(column) for name, column in self.columns.items()}
+        losses = zip(columns["loss"], columns["count"])
+        columns["loss"] = [loss * count for loss, count in losses]
+        sums: dict[tuple, float] = defaultdict(float)
+        for name in sorted(columns):  # in the same order on all ranks
+            if len(columns[name]) != len(self.intervals):
+                raise UserError(f"Task.loss() must return the same sums each time, also {name}")
+            for interval, value in zip(self.intervals, columns[name]):
+                sums[interval, name] += value
+        self.intervals.clear()
+        self.columns.clear()
+        agreed = self.agree(step, [*sums.values(), *flags])
+        totals: dict[int, dict[str, float]] = defaultdict(dict)
+        for (interval, name), total in zip(sums, agreed):
+            totals[interval][name] = total
+        return totals, agreed[len(sums) :]
 
     def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
         """The sums of the numbers over all ranks; sets stop_reason. Collective."""
         start_hang_timer(self.cfg)
         steps = max(1, step - self.step)
         ranks = self.world.world_size
-        seconds = (time.monotonic() - self.time) / steps / ranks
-        waited = self.seconds_waited / steps / ranks
+        elapsed = time.monotonic() - self.time
         reasons = self.requests.poll(self.world.rank) if self.requests else []
         flags = [reason in reasons for reason in STOP_REASONS]
-        sums = [seconds, waited, *flags, *numbers]
+        sums = [elapsed, self.seconds_waited, *flags, *numbers]
         if ranks > 1:
             vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
             dist.all_reduce(vector)
             sums = vector.tolist()
-        seconds, waited, *rest = sums
+        elapsed, waited, *rest = sums
         reasons = [reason for reason, flag in zip(STOP_REASONS, rest) if flag]
         if reasons:
             self.stop_reason = reasons[0]
-        self.seconds_per_step = seconds  # the mean of all ranks
-        self.data_wait = waited / seconds
+        seconds = elapsed / steps / ranks
+        self.seconds_per_step = seconds
+        self.data_wait = waited / elapsed
         self.seconds_left = (self.last_step - step) * seconds
         # The first steps are slow: approach the right number by doubling it.
         self.steps_between = max(1, min(2 * steps, int(self.SECONDS / seconds)))
@@ -1545,20 +1540,19 @@ class Saver:
         if path.parent == self.directory:
             self.saved_step = state.step
 
-    def wants_save(self) -> bool:
-        """Whether to save now, by the clock or a file SAVE. False on other ranks than 0."""
-        if not is_rank_0():
-            return False
-        is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-        return is_late or (self.directory / "SAVE").exists()
+    def poll(self) -> list[bool]:
+        """Whether to save (by the clock or a file SAVE) and to record steps (a file PROFILE).
 
-    def wants_profile(self) -> bool:
-        """Whether there is a file PROFILE; removes it. False on other ranks than 0."""
+        Removes PROFILE. False on other ranks than 0.
+        """
+        if not is_rank_0():
+            return [False, False]
+        is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
+        save = is_late or (self.directory / "SAVE").exists()
         file = self.directory / "PROFILE"
-        if not is_rank_0() or not file.exists():
-            return False
-        file.unlink()
-        return True
+        profile = file.exists()
+        file.unlink(missing_ok=True)
+        return [save, profile]
 
     def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
