@@ -499,26 +499,26 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
     model.eval()
     loss_of = LossOf(task, model)
     samples, b = len(test_set), cfg.batch_size
-    begins = range(0, samples, b)
-    rounds = math.ceil(len(begins) / world.world_size)
+    micro_batches = math.ceil(samples / b)
+    rounds = math.ceil(micro_batches / world.world_size)
     numbers = range(world.rank, rounds * world.world_size, world.world_size)
     sync = Sync(cfg, world, rounds, requests)
 
     def keys(device):
+        micro_batch_keys = torch.arange(samples, device=device).split(b)
         for number in numbers:
-            begin = begins[number % len(begins)]
-            yield torch.arange(begin, min(begin + b, samples), device=device)
+            yield micro_batch_keys[number % micro_batches]
 
     batches = batches_of(task, cfg, world, test_set, keys)
     for done, number in enumerate(numbers, 1):
         batch = next(batches)
-        begin = begins[number % len(begins)]
+        begin = number % micro_batches * b
         seed_generators(derive_seed(cfg.seed, "test", begin), world.device)
         with autocast(cfg, world):
             loss, values = loss_of(batch)
         values = {"loss": loss, "count": min(b, samples - begin), **values}
-        if number >= len(begins):  # a model like FSDP's needs all ranks, but this does not count
-            values = {name: torch.zeros_like(torch.as_tensor(v)) for name, v in values.items()}
+        if number >= micro_batches:  # in the last round, some ranks repeat one, with a weight of 0
+            values = {name: 0 * value for name, value in values.items()}
         sync.add(0, values)
         if sync.is_due(done):
             sync.agree(done)
@@ -545,9 +545,9 @@ def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
         log_on_rank_0(f"  {text}")
     else:
         sign = -1 if task.best_is_lowest else 1
-        is_best = state.best is None or sign * score > sign * state.best
+        best = -math.inf if state.best is None else sign * state.best
         state.evaluations_since_best += 1
-        if is_best and not math.isnan(score):
+        if sign * score > best:  # never if it is NaN
             state.best = score
             state.evaluations_since_best = 0
             saver.save_best(state.step)
@@ -1215,8 +1215,8 @@ class Sync:
         steps = max(1, step - self.step)
         ranks = self.world.world_size
         elapsed = time.monotonic() - self.time
-        reasons = self.requests.poll(self.world.rank) if self.requests else []
-        flags = [reason in reasons for reason in STOP_REASONS]
+        known = self.requests.poll(self.world.rank) if self.requests else []
+        flags = [reason in known for reason in STOP_REASONS]
         sums = [elapsed, self.seconds_waited, *flags, *numbers]
         if ranks > 1:
             vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
@@ -1265,7 +1265,7 @@ class MetricsWriter:
         on_rank_0(self.open)
 
     def open(self):
-        options = {name: value for name, value in vars(self.cfg).items() if name != "config"}
+        options = vars(self.cfg) | {"config": None}
         text = f"# {self.saver.code}\n{yaml.safe_dump(options)}".encode()
         write_file(self.path.with_name("config.yaml"), lambda file: file.write(text))
         if self.cfg.tensorboard:
@@ -1532,7 +1532,7 @@ class Saver:
             optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
         except ValueError as error:
             raise UserError(f"the checkpoint is of another optimizer ({error})") from None
-        if self.cfg.amp == checkpoint["config"]["amp"]:
+        if checkpoint["scaler"]:  # of fp16
             scaler.load_state_dict(checkpoint["scaler"])
         vars(state).update(checkpoint["state"])
         self.run_id = checkpoint["run_id"]
@@ -1615,7 +1615,6 @@ class Saver:
             return
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
-            temporary.unlink(missing_ok=True)
             os.link(self.directory / self.name_of(step), temporary)
             temporary.replace(self.directory / "best.pt")
         except OSError as error:  # that save has failed
@@ -1650,7 +1649,6 @@ class Saver:
             "seconds_left": seconds_left,
             "world_size": launch_variable("WORLD_SIZE", 1),
             "began": self.began,
-            "time": time.time(),
         }
         text = json.dumps(status).encode()
         for path in [self.directory / "status.json", os.environ.get("STATUS_FILE")]:
@@ -1955,11 +1953,12 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     files.add_argument("--config", type=path)
     files.add_argument("--evaluate", type=path)
     given, _ = files.parse_known_args(argv)
-    if given.evaluate:
+    words = []
+    if given.evaluate:  # the launchers also name a config, but a checkpoint has its own options
         saved = load_checkpoint(Path(given.evaluate))["config"]
         parser.set_defaults(**saved | {"nodes": None, "gpus_per_node": None})
-    # The launchers always name a config; a checkpoint has its own options.
-    words = read_config(given.config, parser) if given.config and not given.evaluate else []
+    elif given.config:
+        words = read_config(given.config, parser)
     return parser.parse_args(words + argv)
 
 
@@ -1969,8 +1968,7 @@ def read_config(file: str, parser) -> list[str]:
         # All values are texts: `amp: off` stays "off", and nothing in the file is executed.
         options = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read --config {file}: {reason}") from None
+        raise UserError(f"cannot read --config {file} ({error})") from None
     if not isinstance(options, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
     known = {action.dest: action for action in parser._actions}
@@ -1987,15 +1985,15 @@ def read_config(file: str, parser) -> list[str]:
             raise UserError(
                 f"--config {file}: there is no option {name}{did_you_mean(name, known)}"
             )
-        is_true = str(value).lower() == "true"
+        action = known[name]
         if isinstance(value, list):
             words += [flag, *map(str, value)]
-        elif isinstance(known[name], argparse.BooleanOptionalAction):
-            words.append(flag if is_true else flag.replace("--", "--no-", 1))
-        elif known[name].nargs == 0:  # of action="store_true"
-            words += [flag] * is_true
-        else:
+        elif action.nargs != 0:
             words.append(f"{flag}={value}")
+        elif str(value).lower() == "true":
+            words.append(flag)
+        elif isinstance(action, argparse.BooleanOptionalAction):  # not action="store_true"
+            words.append(flag.replace("--", "--no-", 1))
     return words
 
 
