@@ -801,10 +801,10 @@ class SampleStream:
         return order.to(device)
 
     def keys(self, step: int, device) -> Iterator[torch.Tensor]:
-        """The keys int64 [b] of this rank's micro-batches, from this step to the last one."""
+        """The keys int64 [b] of this rank's micro-batches, from this step on, without an end."""
         b = self.cfg.batch_size
         order = functools.lru_cache(maxsize=2)(self.order)  # a micro-batch may be of two epochs
-        while step < self.steps_of(self.cfg.epochs):
+        while True:
             for micro in self.micro_batches:
                 begin = step * self.cfg.global_batch_size + micro * b
                 epoch, place = divmod(begin, self.samples)
@@ -824,7 +824,7 @@ def batches_of(task, cfg, world, dataset, keys: Callable) -> Iterator:
             rows = micro_batch % len(dataset)
             yield [tensor[rows] for tensor in tensors]
         return
-    lists = (micro_batch.tolist() for micro_batch in keys(torch.device("cpu")))
+    lists = (micro_batch.tolist() for micro_batch in keys("cpu"))
     side = torch.cuda.Stream() if world.device.type == "cuda" else None
 
     def to_device(tensor):
@@ -909,10 +909,8 @@ def setup_distributed(cfg) -> World:
     noun = "process" if device.type == "cpu" else "GPU"
     if world_size > 1:
         noun = "processes" if device.type == "cpu" else "GPUs"
-    topology = f"{world_size} {noun} ({per_node} per node)"
-    log_on_rank_0(f"Starting distributed training on {topology}")
-    versions = f"PyTorch {torch.__version__}, {backend}"
-    log_on_rank_0(f"Master node: {socket.gethostname()}; {versions}")
+    log_on_rank_0(f"Starting distributed training on {world_size} {noun} ({per_node} per node)")
+    log_on_rank_0(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
         if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
             text = "MASTER_ADDR or MASTER_PORT is not set"
@@ -1192,15 +1190,18 @@ class Sync:
 
         The sums are in float64. That of "loss" counts each mean loss as often as its items.
         """
-        columns = {name: numbers_of(column) for name, column in self.columns.items()}
+        columns = {}
+        for name, column in sorted(self.columns.items()):  # in the same order on all ranks
+            if len(column) != len(self.intervals):
+                raise UserError(f"Task.loss() must return the same sums each time, also {name}")
+            is_tensor = isinstance(column[0], torch.Tensor)  # then it waits for the GPU
+            columns[name] = torch.stack(column).tolist() if is_tensor else column
         losses = zip(columns["loss"], columns["count"])
         columns["loss"] = [loss * count for loss, count in losses]
         sums: dict[tuple, float] = defaultdict(float)
-        for name in sorted(columns):  # in the same order on all ranks
-            if len(columns[name]) != len(self.intervals):
-                raise UserError(f"Task.loss() must return the same sums each time, also {name}")
-            for interval, value in zip(self.intervals, columns[name]):
-                sums[interval, name] += value
+        for name, column in columns.items():
+            for interval, value in zip(self.intervals, column):
+                sums[interval, name] += float(value)
         self.intervals.clear()
         self.columns.clear()
         agreed = self.agree(step, [*sums.values(), *flags])
@@ -1241,13 +1242,6 @@ def start_hang_timer(cfg):
     faulthandler.dump_traceback_later(cfg.hang_timeout, exit=True, file=2)
 
 
-def numbers_of(values: list) -> list[float]:
-    """Of numbers, or of tensors without dimensions: then it waits for the GPU."""
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(values).tolist()
-    return [float(value) for value in values]
-
-
 class MetricsWriter:
     """Prints metrics and writes them to metrics.jsonl, TensorBoard and W&B, on rank 0.
 
@@ -1261,7 +1255,8 @@ class MetricsWriter:
         self.saver = saver
         self.stream = saver.stream
         self.path = run_directory(cfg) / "metrics.jsonl"
-        self.trackers: list[Callable] = []  # functions of (values by name, step)
+        self.board = None  # of TensorBoard
+        self.wandb = None
         on_rank_0(self.open)
 
     def open(self):
@@ -1269,14 +1264,12 @@ class MetricsWriter:
         text = f"# {self.saver.code}\n{yaml.safe_dump(options)}".encode()
         write_file(self.path.with_name("config.yaml"), lambda file: file.write(text))
         if self.cfg.tensorboard:
-            board = import_package("torch.utils.tensorboard", "--tensorboard", "tensorboard")
-            writer = board.SummaryWriter(self.path.with_name("tensorboard"))
-            self.trackers.append(functools.partial(write_scalars, writer))
+            module = import_package("torch.utils.tensorboard", "--tensorboard", "tensorboard")
+            self.board = module.SummaryWriter(self.path.with_name("tensorboard"))
         if self.cfg.wandb:
-            wandb = import_package("wandb", "--wandb")
+            self.wandb = import_package("wandb", "--wandb")
             run_id = f"{derive_seed(self.saver.run_id, str(self.path.resolve())):x}"
-            wandb.init(id=run_id, resume="allow", dir=self.path.parent, config=vars(self.cfg))
-            self.trackers.append(wandb.log)
+            self.wandb.init(id=run_id, resume="allow", dir=self.path.parent, config=options)
 
     def record_intervals(self, state, totals, sync):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
@@ -1298,11 +1291,14 @@ class MetricsWriter:
         left = timedelta(seconds=round(sync.seconds_left))
         line = f"  step {step}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
         log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
-        values["lr"], norm = sync.recorded.pop(step)
-        values["samples_per_second"] = rate
-        values["data_wait"] = sync.data_wait  # share of the time
-        values["gradient_norm"] = float(norm)
-        values["seconds_left"] = sync.seconds_left
+        lr, norm = sync.recorded.pop(step)
+        values |= {
+            "lr": lr,
+            "samples_per_second": rate,
+            "data_wait": sync.data_wait,  # share of the time
+            "gradient_norm": float(norm),
+            "seconds_left": sync.seconds_left,
+        }
         if torch.cuda.is_available():
             values["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # at its peak
         self.record("train", step, values)
@@ -1338,14 +1334,12 @@ class MetricsWriter:
         except OSError as error:
             warn(f"cannot write metrics: {error}")
         numbers = {f"{kind}/{name}": v for name, v in values.items() if v is not None}
-        for track in self.trackers:
-            track(numbers, step)
-
-
-def write_scalars(writer, values: dict[str, float], step: int):
-    for name, value in values.items():
-        writer.add_scalar(name, value, step)
-    writer.flush()
+        if self.board:
+            for name, number in numbers.items():
+                self.board.add_scalar(name, number, step)
+            self.board.flush()
+        if self.wandb:
+            self.wandb.log(numbers, step)
 
 
 def report(task, sums: dict[str, float]) -> dict[str, float]:
