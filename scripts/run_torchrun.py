@@ -37,6 +37,9 @@ LOG_SECONDS = 5  # for the last lines on a slow terminal
 
 
 def main() -> int:
+    if len(sys.argv) < 3:
+        print(__doc__.strip())
+        return 0 if "--help" in sys.argv else 2
     log, *command = sys.argv[1:]
     # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP")  # not SIGQUIT
