@@ -517,7 +517,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
         with autocast(cfg, world):
             loss, values = loss_of(batch)
         values = {"loss": loss, "count": min(b, samples - begin), **values}
-        if number >= micro_batches:  # in the last round, some ranks repeat one, with a weight of 0
+        if number >= micro_batches:  # a model like FSDP's needs all ranks, but this does not count
             values = {name: 0 * value for name, value in values.items()}
         sync.add(0, values)
         if sync.is_due(done):

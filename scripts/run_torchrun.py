@@ -30,8 +30,8 @@ from pathlib import Path
 import memory
 from report import HOST, parent_of, say, write_failure
 
-TO_STOP = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
-FORWARDED = TO_STOP | {signal.SIGQUIT}
+FORWARDED = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
+FORWARDED |= {signal.SIGQUIT}
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 LOG_SECONDS = 5  # for the last lines on a slow terminal
 
