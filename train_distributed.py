@@ -132,11 +132,8 @@ class Task:
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Options of this task: on the command line, in config files and in checkpoints."""
         add = parser.add_argument
-        datasets = ["mnist_sample", "mnist", "imagefolder", "synthetic"]
-        add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
-        add("--image-size", type=positive_int, help="pixels per side [28 for MNIST, else 224]")
-        add("--model", default="simple_convnet", help="or a torchvision model [simple_convnet]")
-        add("--dropout", type=fraction, default=0.25, help="dropout of simple_convnet [0.25]")
+        add("--dataset", choices=["mnist_sample", "mnist"], default="mnist_sample", help="[sample]")
+        add("--dropout", type=fraction, default=0.25, help="[0.25]")
 
     def data(self, cfg: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
         """(training set, test set or None): map-style data sets of tuples, dicts or tensors.
@@ -144,40 +141,16 @@ class Task:
         A data set of tensors in memory is fastest as an InMemoryDataset. Others are read by
         --num-workers processes.
         """
-        size = cfg.image_size or 224
-        if cfg.dataset == "synthetic":
-            self.spec = {"classes": [str(label) for label in range(1000)]}
-            return synthetic_images(size, cfg.seed), None
-        if cfg.dataset == "imagefolder":
-            train, test = image_folders(Path(cfg.data_dir), size)
-            self.spec = {"classes": train.classes}
-            return train, test
         self.spec = {"classes": [str(digit) for digit in range(10)]}
         root = Path(__file__).with_name("data") / "mnist_sample"  # comes with this file
         if cfg.dataset == "mnist":
             root = Path(cfg.data_dir)
-        size = cfg.image_size or 28
-        return read_mnist(root, "train", size), read_mnist(root, "test", size)
+        return read_mnist(root, "train"), read_mnist(root, "test")
 
     def model(self, cfg: argparse.Namespace) -> nn.Module:
         """Raw images -> logits [b, classes]."""
-        is_mnist = cfg.dataset in ("mnist_sample", "mnist")
-        classes = len(self.spec["classes"])
-        channels = 1 if is_mnist and cfg.model == "simple_convnet" else 3
-        if cfg.model == "simple_convnet":
-            size = cfg.image_size or (28 if is_mnist else 224)
-            network = SimpleConvNet(channels, size, classes, cfg.dropout)
-        else:
-            torchvision = import_package("torchvision", f"--model {cfg.model}")
-            names = torchvision.models.list_models(module=torchvision.models)  # for classification
-            if cfg.model not in names:
-                hint = did_you_mean(cfg.model, names)
-                raise UserError(f"--model {cfg.model} is not in torchvision{hint}")
-            network = torchvision.models.get_model(cfg.model, num_classes=classes)
-        mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet
-        if is_mnist:
-            mean, std = [0.1307] * channels, [0.3081] * channels
-        return Normalized(network, mean, std)
+        network = SimpleConvNet(1, 28, len(self.spec["classes"]), cfg.dropout)
+        return Normalized(network, mean=[0.1307], std=[0.3081])
 
     def optimizer(self, cfg: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
         """The learning rate of each parameter group is its peak: see lr_factor()."""
@@ -210,7 +183,6 @@ class Task:
         """
         images, labels = batch
         logits = model(images)
-        logits = getattr(logits, "logits", logits)  # of torchvision's googlenet and inception_v3
         try:
             loss = F.cross_entropy(logits, labels)
         except IndexError:  # on a GPU, it is a "device-side assert": see docs/TROUBLESHOOTING.md
@@ -235,8 +207,8 @@ class Task:
         return False
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """What --activation-checkpointing recomputes, one at a time: the blocks of a ResNet."""
-        return [m for m in model.modules() if type(m).__name__ in ("BasicBlock", "Bottleneck")]
+        """What --activation-checkpointing recomputes, one at a time, as the blocks of a ResNet."""
+        return []
 
     def loader_options(self) -> dict:
         """Options of the DataLoader, for example {"collate_fn": pad, "prefetch_factor": 8}."""
@@ -247,63 +219,14 @@ class Task:
         return DistributedDataParallel(loss, gradient_as_bucket_view=True)
 
 
-def read_mnist(root: Path, part: str, size: int = 28) -> InMemoryDataset:
-    """uint8 [n, 1, size, size] and labels int64 [n]; part: train or test."""
+def read_mnist(root: Path, part: str) -> InMemoryDataset:
+    """uint8 [n, 1, 28, 28] and labels int64 [n]; part: train or test."""
     mnist = import_package("torchvision", "MNIST").datasets.MNIST
     try:
         digits = mnist(root, train=part == "train", download=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot read MNIST in {root}: is --data-dir right? ({error})") from None
-    images = digits.data.unsqueeze(1)
-    if size != 28:
-        images = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
-    return InMemoryDataset(images.round().byte(), digits.targets)
-
-
-def image_folders(root: Path, size: int) -> tuple[Dataset, Dataset]:
-    """ROOT/train/CLASS/*.jpg with random crops, ROOT/val/CLASS/*.jpg: (uint8 [3, h, w], label)."""
-    torchvision = import_package("torchvision", "--dataset imagefolder")
-    transforms = torchvision.transforms
-    crop = transforms.RandomResizedCrop(size)
-    flip = transforms.RandomHorizontalFlip()
-    resize = transforms.Resize(size * 8 // 7)
-    center = transforms.CenterCrop(size)
-    train_transform = transforms.Compose([crop, flip, transforms.PILToTensor()])
-    test_transform = transforms.Compose([resize, center, transforms.PILToTensor()])
-    try:
-        train = torchvision.datasets.ImageFolder(root / "train", train_transform, loader=read_image)
-        test = torchvision.datasets.ImageFolder(root / "val", test_transform, loader=read_image)
-    except OSError as error:
-        needed = f"{root}/train/CLASS/ and {root}/val/CLASS/"
-        raise UserError(f"--dataset imagefolder needs images in {needed} ({error})") from None
-    hidden = {name for name in train.classes if name.startswith(".")}
-    odd = hidden or set(train.classes) ^ set(test.classes)
-    if odd:
-        names = ", ".join(sorted(odd))
-        raise UserError(f"these classes of {root} are hidden, or only in train/ or val/: {names}")
-    return train, test
-
-
-def read_image(path: str):
-    """An RGB image of Pillow, as a viewer shows it: upright, and 16-bit gray as 8-bit."""
-    from PIL import Image, ImageOps  # here: other tasks need no Pillow
-
-    try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
-    except (OSError, Image.DecompressionBombError) as error:
-        raise OSError(f"{path}: {error}") from None
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("RGB")
-
-
-def synthetic_images(size: int, seed: int) -> InMemoryDataset:
-    """1,280 images of noise, for benchmarks."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (1280, 3, size, size)
-    images = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    return InMemoryDataset(images, torch.randint(1000, (1280,), generator=generator))
+    return InMemoryDataset(digits.data.unsqueeze(1), digits.targets)
 
 
 # ----------------------------------------------------------------------------------- TRAINING

@@ -27,6 +27,7 @@ def train(options) -> None:
     """Run in the rank: print the seconds of each step and save as JSON."""
     sys.path.insert(0, str(REPO))
     import train_distributed as trainer
+    from examples.imagenet import Images
 
     seconds = {"step": [], "save": []}
 
@@ -46,11 +47,11 @@ def train(options) -> None:
 
     trainer.train_step = timed(trainer.train_step, "step")
     trainer.Saver.save = timed(trainer.Saver.save, "save")
-    words = "--dataset synthetic --image-size 32 --batch-size 4 --keep 2 --save-minutes 999".split()
+    words = "--synthetic --image-size 32 --batch-size 4 --keep 2 --save-minutes 999".split()
     words += [f"--model={options.model}", f"--checkpoint-dir={options.directory}"]
     words += [f"--checkpoint-every-steps={STEPS}", f"--stop-at-step={STEPS * (options.saves + 1)}"]
     with contextlib.redirect_stdout(sys.stderr):
-        trainer.main(argv=words)
+        trainer.main(Images(), words)
     print(json.dumps(seconds))
 
 

@@ -219,9 +219,12 @@ def grad_scaler(setup: Setup):
 
 
 def ours(setup: Setup, clock: Clock, *more: str) -> None:
-    """train_distributed.py without dropout, which the others do not have."""
+    """train_distributed.py without dropout, which the others do not have; examples/imagenet.py."""
     sys.path.insert(0, str(REPO))
     import train_distributed as trainer
+    from examples.imagenet import Images
+
+    parent = trainer.Task if setup.dataset == "mnist" else Images
 
     class Repeated(trainer.InMemoryDataset):
         """The same images again and again, so that no epoch ends within a turn."""
@@ -229,7 +232,7 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
         def __len__(self) -> int:
             return needed(setup.steps, setup.batch, ranks())
 
-    class BenchmarkTask(trainer.Task):
+    class BenchmarkTask(parent):
         def data(self, cfg):
             train, test = super().data(cfg)
             if setup.dataset == "synthetic":
@@ -246,7 +249,6 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
         clock.tick()
 
     options = [
-        "--dropout=0",
         "--warmup-epochs=0",
         "--lr=0.01",
         "--weight-decay=0",
@@ -254,15 +256,17 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
         f"--stop-at-step={clock.steps}",
         f"--log-every-steps={clock.block}",
         f"--batch-size={setup.batch}",
-        f"--model={setup.model}",
-        f"--dataset={setup.dataset}",
         f"--data-dir={setup.data_dir}",
         f"--num-workers={setup.workers}",
         f"--checkpoint-dir={setup.directory}",
         *more,
     ]
-    if setup.dataset != "mnist":
-        options.append(f"--image-size={setup.size}")
+    if setup.dataset == "mnist":
+        options += ["--dataset=mnist", "--dropout=0"]
+    else:
+        options += [f"--model={setup.model}", f"--image-size={setup.size}"]
+    if setup.dataset == "synthetic":
+        options.append("--synthetic")
     if setup.amp:
         options.append(f"--amp={setup.amp}")
     if setup.compile:

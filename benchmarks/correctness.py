@@ -31,6 +31,7 @@ import torch
 from ranks import REPO
 
 TRAINER = REPO / "train_distributed.py"
+IMAGENET = REPO / "examples/imagenet.py"
 GUARD = REPO / "scripts/guard.py"
 HANG_TIMEOUT = 20  # seconds
 LIMIT = 240  # seconds for one launch
@@ -110,11 +111,11 @@ def last_line(directory: Path) -> str:
     return (directory / "log").read_text().strip().splitlines()[-1]
 
 
-def train(directory: Path, options, run_name: str, ranks: int, *words: str, **env: str) -> dict:
-    """Train. Returns the newest checkpoint of the run."""
+def train(directory: Path, options, run_name: str, ranks: int, *command: str) -> dict:
+    """Train with a script and its options. Returns the newest checkpoint of the run."""
     target = directory / run_name
-    command = torchrun(ranks, TRAINER, f"--checkpoint-dir={target}", *words)
-    code = run(command, directory, options.cpu, **env)
+    command = torchrun(ranks, *command, f"--checkpoint-dir={target}")
+    code = run(command, directory, options.cpu)
     if code != 0:
         raise Wrong(f"exit code {code}: {last_line(directory)}")
     newest = max(target.glob("*.pt"), key=os.path.getmtime)
@@ -236,7 +237,7 @@ def wait_for(condition, process: subprocess.Popen, directory: Path, deadline: fl
 
 def resume(options, directory: Path) -> str:
     """ResNet-50 on GPUs, a small network in a rehearsal."""
-    words = ["--deterministic", "--dataset=synthetic", "--stop-at-step=8"]
+    words = [IMAGENET, "--synthetic", "--deterministic", "--stop-at-step=8"]
     if options.cpu:
         words += ["--model=resnet18", "--image-size=32", "--batch-size=4"]
     else:
@@ -252,7 +253,7 @@ def resume(options, directory: Path) -> str:
 def reproducible(options, directory: Path) -> str:
     """SimpleConvNet."""
     both = options.ranks
-    words = ["--reproducible", "--dataset=mnist_sample", "--stop-at-step=20"]
+    words = [TRAINER, "--reproducible", "--dataset=mnist_sample", "--stop-at-step=20"]
     words += ["--global-batch-size=128", f"--batch-size={128 // both}"]
     one = train(directory, options, "one", 1, *words)
     several = train(directory, options, "several", both, *words)

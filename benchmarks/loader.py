@@ -6,7 +6,7 @@
     python benchmarks/loader.py --make DIR --copies 8   # only creates files, each under 8 names
 
 Bare decoding is the limit: one process per core opens, decodes, crops, resizes and flips its share
-of the files, as `--dataset imagefolder` does, and discards the images. The trainer's loader does
+of the files, as `examples/imagenet.py` does, and discards the images. The trainer's loader does
 the same in --workers processes and returns batches of 64; nothing is trained. The last row shows
 how smaller files raise the limit. All alternate. The output has the median images per second and
 the median ratio within a round.
@@ -30,6 +30,7 @@ from PIL import Image  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_distributed as trainer  # noqa: E402
+from examples.imagenet import Images  # noqa: E402
 
 CORES = len(os.sched_getaffinity(0))
 FORK = multiprocessing.get_context("fork")
@@ -128,8 +129,9 @@ class Loader:
 
 
 def compare(options, directory: Path) -> None:
-    cfg = trainer.parse_config(["--dataset=imagefolder", f"--data-dir={options.data_dir}"])
-    dataset, _ = trainer.Task().data(cfg)
+    task = Images()
+    cfg = trainer.parse_config([f"--data-dir={options.data_dir}"], task)
+    dataset, _ = task.data(cfg)
     torch.set_num_threads(1)
     paths = [path for path, _ in dataset.samples[: options.files]]
     smaller = make_smaller(directory / "smaller", paths)

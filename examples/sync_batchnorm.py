@@ -1,9 +1,9 @@
 """Compute the statistics of BatchNorm over the micro-batches of all GPUs.
 
-    torchrun --standalone --nproc-per-node 2 examples/sync_batchnorm.py --model resnet18 \
+    torchrun --standalone --nproc-per-node 2 examples/sync_batchnorm.py --synthetic \
         --image-size 32 --batch-size 4 --checkpoint-dir runs/sync_batchnorm
     TRAIN_SCRIPT=examples/sync_batchnorm.py scripts/ssh/launch_singlenode.sh \
-        configs/default_config.yaml 2 --model resnet18 --image-size 32 --batch-size 4 \
+        configs/default_config.yaml 2 --synthetic --image-size 32 --batch-size 4 \
         --checkpoint-dir runs/sync_batchnorm_2
 
 Shows a model whose forward pass exchanges data with the other ranks: so they need equally many
@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
-from train_distributed import Task, UserError, main  # noqa: E402
+from examples.imagenet import Images  # noqa: E402
+from train_distributed import UserError, main  # noqa: E402
 
 
-class SyncedStatistics(Task):
+class SyncedStatistics(Images):
     def model(self, cfg):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks > 1 and not torch.accelerator.is_available():

@@ -658,21 +658,16 @@ def environment() -> list[Finding]:
 
 
 def data(dataset: str, data_dir: str):
-    subfolders = {"mnist": "MNIST/raw", "imagefolder": "train"}
-    if dataset not in subfolders:
+    if dataset != "mnist":
         yield Finding("OK", "data", f"{dataset} needs none")
         return
-    folder = Path(data_dir, subfolders[dataset])
+    folder = Path(data_dir, "MNIST/raw")
     if folder.is_dir() and os.access(folder, os.R_OK):
         yield Finding("OK", "data", f"{dataset} is in {folder}")
         return
     text = f"--dataset {dataset} needs {folder}, which does not exist or is not readable"
-    if dataset == "imagefolder":
-        remedy = "--data-dir DIR with DIR/train/CLASS/ and DIR/val/CLASS/"
-        yield Finding("FAIL", "data", text, remedy)
-    else:
-        remedy = "the training downloads it; without a network, copy it there"
-        yield Finding("WARN", "data", text, remedy)
+    remedy = "the training downloads it; without a network, copy it there"
+    yield Finding("WARN", "data", text, remedy)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@
 #   scripts/quickstart.sh
 #   scripts/quickstart.sh --epochs 10
 #   TORCH_INDEX=cpu scripts/quickstart.sh
-#   RUN_DIR=runs/resnet scripts/quickstart.sh --model resnet18 --epochs 1
+#   RUN_DIR=runs/adamw scripts/quickstart.sh --optimizer adamw --lr 0.001
 
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -98,7 +98,7 @@ def tiny(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """A --data-dir for --dataset imagefolder."""
+    """A --data-dir for examples/imagenet.py."""
     return write_images(tmp_path_factory.mktemp("images"))
 
 

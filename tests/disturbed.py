@@ -34,11 +34,11 @@ class Training:
         launcher = REPO / "scripts/ssh/launch_singlenode.sh"
         self.command = [REPO / "scripts/supervise.py", launcher]
         self.command += [REPO / "configs/default_config.yaml", "2"]
-        self.options = [*OPTIONS, "--dataset=imagefolder", f"--data-dir={images}"]
-        self.options.append(f"--checkpoint-dir={self.run}")
+        self.options = [*OPTIONS, f"--data-dir={images}", f"--checkpoint-dir={self.run}"]
         self.env = os.environ | {
             "RUN_OF_TEST": str(self.run),
             "PYTHON": sys.executable,
+            "TRAIN_SCRIPT": "tests/tasks.py",
             "LOG_DIR": str(directory / "logs"),
             "OMP_NUM_THREADS": "1",
             "HANG_TIMEOUT": str(HANG_TIMEOUT),

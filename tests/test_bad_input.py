@@ -80,10 +80,6 @@ def test_a_global_batch_of_more_samples_than_there_are_is_refused(tmp_path, tiny
     assert "204 samples is more than the 203 of the data" in message
 
 
-def test_an_unknown_model_is_named(tmp_path, tiny):
-    assert "did you mean resnet50?" in refuse(tmp_path / "r", *tiny, "--model=resnet_50")
-
-
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
     (tmp_path / "file").touch()
     directory = tmp_path / "file" / "run"
@@ -115,8 +111,6 @@ CHANGES = {
     "--global-batch-size=16": "global_batch_size 8 -> 16",
     "--optimizer=adamw": "optimizer sgd -> adamw",
     "--dataset=mnist_sample": "dataset mnist -> mnist_sample",
-    "--image-size=32": "image_size None -> 32",
-    "--model=resnet18": "model simple_convnet -> resnet18",
 }
 
 
@@ -125,7 +119,7 @@ def test_what_makes_a_run_this_run_cannot_be_changed_in_a_named_directory_either
     assert message.startswith(f"{finished} has a run with other options (")
     for change in [*CHANGES.values(), "lr 0.05 -> 0.5"]:
         assert change in message
-    names = "batch_size, dataset, global_batch_size, image_size, model, optimizer, seed"
+    names = "batch_size, dataset, global_batch_size, optimizer, seed"
     assert message.endswith(f"do not change {names}")
 
 

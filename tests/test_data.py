@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tasks
 import torch
 from harness import assert_same_state, launch, train
 
@@ -15,16 +16,17 @@ from train_distributed import InMemoryDataset, Normalized, SeededDataset, UserEr
 
 def options(images, *more) -> list[str]:
     small = ["--image-size=32", "--batch-size=4", "--global-batch-size=12", "--epochs=2"]
-    return ["--dataset=imagefolder", f"--data-dir={images}", *small, "--log-every-steps=1", *more]
+    return [f"--data-dir={images}", *small, "--log-every-steps=1", *more]
 
 
 def test_image_files_resume_bitwise_with_other_workers_and_ranks(tmp_path, images):
     """Two epochs of random crops on one rank, read by two workers, are the reference."""
     reproducible = options(images, "--reproducible")
-    untouched = train(tmp_path / "untouched", 1, *reproducible, "--num-workers=2")
+    before = tasks.PHOTOS
+    untouched = train(tmp_path / "untouched", 1, *reproducible, "--num-workers=2", before=before)
     for ranks, workers, step in ((3, 0, 5), (2, 1, 7)):
         more = [f"--num-workers={workers}", f"--stop-at-step={step}"]
-        run = train(tmp_path / "run", ranks, *reproducible, *more)
+        run = train(tmp_path / "run", ranks, *reproducible, *more, before=before)
     assert_same_state(run.newest(), untouched.newest())
     ours, theirs = ([r["test_loss"] for r in x.records("epoch")] for x in (run, untouched))
     assert ours == theirs and len(ours) == 2
@@ -36,7 +38,8 @@ def test_an_image_that_does_not_decode_is_named(tmp_path, images):
     bad.write_bytes(bad.read_bytes()[:300])
     for workers in (0, 1):
         run = tmp_path / f"run{workers}"
-        result = launch(run, 1, *options(broken, f"--num-workers={workers}"))
+        words = options(broken, f"--num-workers={workers}")
+        result = launch(run, 1, *words, before=tasks.PHOTOS)
         assert result.codes == [2]
         assert result.err[0].count("\n") == 1
         assert (
@@ -50,10 +53,10 @@ def test_folders_without_images_or_of_other_classes_are_named(tmp_path, images):
         (empty / folder).mkdir(parents=True)
     other = shutil.copytree(images, tmp_path / "other")
     shutil.rmtree(other / "val/a")
-    needed = f"--dataset imagefolder needs images in {empty}/train/CLASS/ and {empty}/val/CLASS/"
+    needed = f"--data-dir needs images in {empty}/train/CLASS/ and {empty}/val/CLASS/"
     text = f"these classes of {other} are hidden, or only in train/ or val/: a"
     for data, expected in ((empty, needed), (other, text)):
-        result = launch(tmp_path / "run", 2, *options(data))
+        result = launch(tmp_path / "run", 2, *options(data), before=tasks.PHOTOS)
         assert result.codes[0] == 2 and result.err[1] == ""
         assert f"error: {expected}" in result.err[0]
 

@@ -301,7 +301,7 @@ def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(cl
         files = sorted(images.glob(f"{part}/*/*"))[:12]
         rows = [f"{file},{number % 2}" for number, file in enumerate(files)]
         (clone / name).write_text("\n".join(rows) + "\n")
-    options = "--image-size 32 --batch-size 4 --epochs 1 --log-every-steps 1 --num-workers 1"
+    options = "--batch-size 4 --epochs 1 --log-every-steps 1 --num-workers 1"
     found = commands_of((REPO / "docs/MAKE_IT_YOURS.md").read_text())
     (command,) = [line for line in found if line.endswith("runs/listed")]
     assert "Stopped at step 1 of 3" in run(f"{command} {options} --stop-at-step 1", clone)

@@ -111,10 +111,10 @@ def test_missing_packages_are_named_and_the_other_checks_run():
 
 def test_the_config_names_the_data_and_the_command_line_overrides_it(diagnose, tmp_path):
     config = tmp_path / "my.yaml"
-    config.write_text("dataset: imagefolder\ndata_dir: /absent\n# dataset: mnist\nepochs: 3\n")
+    config.write_text("dataset: mnist\ndata_dir: /absent\n# dataset: other\nepochs: 3\n")
     code, findings = diagnose("--config", config)
-    (line,) = [line for line in problems(findings) if "FAIL" in line]
-    assert code == 2 and "--dataset imagefolder needs /absent/train" in line
+    lines = [line for line in problems(findings) if "/absent" in line]
+    assert code == 1 and "--dataset mnist needs /absent/MNIST/raw" in lines[0]
     code, findings = diagnose("--config", config, "--dataset=mnist_sample")
     assert code < 2, findings
 

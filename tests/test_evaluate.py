@@ -1,18 +1,18 @@
 """A trained model: --evaluate prints what the training did, and load_model() predicts the same."""
 
 import pytest
+import tasks
 import torch
 from harness import REPO, launch, train, write_mnist
 
-from train_distributed import Task, UserError, load_model, parse_config
+from train_distributed import UserError, load_model, parse_config
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tiny):
-    """With BatchNorm, whose statistics differ between ranks."""
-    options = ["--model=resnet18", "--image-size=32", "--batch-size=16", "--epochs=1"]
-    options += ["--gpus-per-node=2", "--nodes=1"]
-    return train(tmp_path_factory.mktemp("trained") / "run", 2, *tiny, *options)
+    options = [*tiny, "--batch-size=16", "--epochs=1", "--gpus-per-node=2", "--nodes=1"]
+    directory = tmp_path_factory.mktemp("trained") / "run"
+    return train(directory, 2, *options, before=tasks.RESNET)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_evaluate_prints_the_metrics_of_the_training_and_writes_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     before = content(trained.directory)
-    run = launch(tmp_path / "unused", ranks, f"--evaluate={path}")
+    run = launch(tmp_path / "unused", ranks, f"--evaluate={path}", before=tasks.RESNET)
     assert run.codes == [0] * ranks, run.err
     (epoch,) = trained.records("epoch")
     metrics = f"loss {epoch['test_loss']:.5g}, accuracy {epoch['test_accuracy']:.5g}"
@@ -40,7 +40,8 @@ def test_evaluate_prints_the_metrics_of_the_training_and_writes_nothing(
 
 def test_evaluate_uses_other_data_if_it_is_given(tmp_path, path):
     other = write_mnist(tmp_path / "other", train=50, test=4)
-    run = launch(tmp_path / "unused", 2, f"--evaluate={path}", f"--data-dir={other}")
+    words = [f"--evaluate={path}", f"--data-dir={other}"]
+    run = launch(tmp_path / "unused", 2, *words, before=tasks.RESNET)
     assert run.codes == [0, 0]  # although one rank has no sample
     assert float(run.out[0].rpartition("accuracy ")[2]) in (0, 0.25, 0.5, 0.75, 1)
 
@@ -48,13 +49,14 @@ def test_evaluate_uses_other_data_if_it_is_given(tmp_path, path):
 def test_evaluate_keeps_the_options_of_the_checkpoint_if_a_launcher_adds_its_config(path):
     config = f"--config={REPO}/configs/default_config.yaml"
     cfg = parse_config([config, f"--evaluate={path}", "--seed=3"])
-    assert (cfg.model, cfg.dataset, cfg.image_size, cfg.seed) == ("resnet18", "mnist", 32, 3)
+    assert (cfg.dataset, cfg.batch_size, cfg.seed) == ("mnist", 16, 3)
 
 
 def test_a_loaded_model_predicts_what_the_evaluation_computed(trained, path):
-    model = load_model(path)
+    task = tasks.ResNet()
+    model = load_model(path, task)
     cfg = parse_config([f"--config={trained.directory}/config.yaml"])
-    _, test_set = Task().data(cfg)
+    _, test_set = task.data(cfg)
     images, labels = test_set.tensors
     logits = model(images)
     (epoch,) = trained.records("epoch")
@@ -66,26 +68,26 @@ def test_a_loaded_model_predicts_what_the_evaluation_computed(trained, path):
 
 
 def test_a_loaded_model_needs_no_data_and_a_new_option_has_its_default(path, monkeypatch):
-    class Later(Task):
+    class Later(tasks.ResNet):
         def add_options(self, parser):
             super().add_options(parser)
             parser.add_argument("--width", type=int, default=8)
 
         def model(self, cfg):
-            assert (cfg.width, cfg.image_size) == (8, 32)
+            assert (cfg.width, cfg.batch_size) == (8, 16)
             return super().model(cfg)
 
-    Later.__name__ = "Task"
-    monkeypatch.setattr(Task, "data", None)
+    Later.__name__ = "ResNet"
+    monkeypatch.setattr(Later, "data", None)
     task = Later()
     assert load_model(str(path), task)(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
     assert task.spec == {"classes": [str(digit) for digit in range(10)]}
 
 
 def test_a_model_of_another_task_is_refused(path):
-    class Other(Task):
+    class Other(tasks.ResNet):
         pass
 
     with pytest.raises(UserError) as refused:
         load_model(path, Other())
-    assert str(refused.value) == f"{path} is of the task Task, not Other: pass that task"
+    assert str(refused.value) == f"{path} is of the task ResNet, not Other: pass that task"

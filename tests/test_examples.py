@@ -23,6 +23,7 @@ from examples import (
     augmentation,
     huggingface,
     image_folder,
+    imagenet,
     own_model,
     own_script,
     regression,
@@ -40,9 +41,9 @@ TRAIN, TEST = 203, 103  # samples: no multiple of any batch or number of ranks h
 FEW_DIGITS = f"""if True:
     import train_distributed
 
-    def few(root, part, size=28, inner=train_distributed.read_mnist):
+    def few(root, part, inner=train_distributed.read_mnist):
         count = {TRAIN} if part == "train" else {TEST}
-        return train_distributed.InMemoryDataset(*inner(root, part, size)[:count])
+        return train_distributed.InMemoryDataset(*inner(root, part)[:count])
 
     train_distributed.read_mnist = few
 """
@@ -88,6 +89,7 @@ OPTIONS = {
     "fine_tuning": [*IMAGES, "--lr=0.001"],
     "huggingface": [*DIGIT_BATCH, "--data-dir={data}/parquet"],
     "image_folder": [*IMAGES, "--lr=0.01"],
+    "imagenet": IMAGES,
     "language_model": [*TEXTS, "--optimizer=adamw", "--lr=0.003"],
     "learning_rate": [*DIGIT_BATCH, "--schedule=constant"],
     "muon": [*TEXTS, "--lr=0.01"],
@@ -195,8 +197,8 @@ def test_an_example_resumes_bit_for_bit_on_two_ranks(name, data, trained, tmp_pa
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("image_folder", ["--resnet=mobilenet_v2"], "--resnet mobilenet_v2 is not a ResNet"),
-        ("image_folder", ["--resnet=resnet19"], "cannot load --resnet resnet19"),
+        ("image_folder", ["--model=mobilenet_v2"], "--model mobilenet_v2 is not a ResNet"),
+        ("image_folder", ["--model=resnet19"], "cannot load --model resnet19"),
         ("image_folder", ["--data-dir=absent"], "needs images in absent/train/CLASS/"),
         ("fine_tuning", ["--milestones=2;3"], "2;3 is not a list of epochs like 2,3"),
         ("language_model", ["--data-dir=absent"], "has only 0 bytes"),
@@ -269,7 +271,7 @@ def test_image_folder_trains_only_the_end_of_a_resnet(trained, data):
     for name, value in first.items():  # also the statistics of BatchNorm
         is_trained = name.startswith(("network.layer4.", "network.fc."))
         assert torch.equal(value, last[name]) != is_trained, name
-    _, test = trainer.image_folders(data / "images", 32)
+    _, test = imagenet.image_folders(data / "images", 32)
     images, labels = zip(*test)
     model = load("image_folder", result)  # the test is without label smoothing
     check_classifier(result, model, torch.stack(images), torch.tensor(labels))
@@ -410,7 +412,7 @@ def test_simclr_compares_the_views_of_all_ranks(trained):
 
 def test_sync_batchnorm_replaces_each_batch_norm_and_needs_gpus(monkeypatch):
     task = task_of("sync_batchnorm")
-    cfg = parse_config(["--model=resnet18", "--global-batch-size=128"], task)
+    cfg = parse_config(["--global-batch-size=128"], task)
     task.spec = {"classes": ["a", "b"]}
     norms = [m for m in task.model(cfg).modules() if isinstance(m, trainer.BatchNorm)]
     assert {type(norm) for norm in norms} == {torch.nn.SyncBatchNorm} and len(norms) == 20

@@ -124,9 +124,9 @@ def test_two_ranks_on_one_gpu_are_a_user_error_with_the_remedy(tmp_path):
 
 
 def test_out_of_memory_is_recorded_as_the_cause(tmp_path):
-    options = ["--dataset=synthetic", "--model=resnet152", "--image-size=448", "--batch-size=1280"]
+    options = ["--synthetic", "--model=resnet152", "--image-size=448", "--batch-size=1280"]
     command = [*TORCHRUN[:-1], "--nproc-per-node=1", REPO / "scripts/guard.py"]
-    command += [REPO / "train_distributed.py", f"--checkpoint-dir={tmp_path}", *options]
+    command += [REPO / "examples/imagenet.py", f"--checkpoint-dir={tmp_path}", *options]
     env = os.environ | GPUS | {"FAILURE_FILE": str(tmp_path / "failure.json")}
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode != 0

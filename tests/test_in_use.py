@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tasks
 import torch
 from harness import REPO, assert_same_state, launch, train
 from PIL import Image
 from test_bad_input import refuse
 
 import train_distributed
-from train_distributed import Task, UserError, image_folders, load_model, parse_config
+from examples.imagenet import Images, image_folders
+from train_distributed import Task, UserError, load_model, parse_config
 
 # A small regression, to be subclassed.
 SMALL = """if True:
@@ -308,23 +310,24 @@ def test_a_picture_that_is_too_large_is_named(tmp_path, monkeypatch):
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
         Image.fromarray(np.zeros((40, 40), np.uint8)).save(tmp_path / part / "a" / "large.png")
-    options = ["--dataset=imagefolder", f"--data-dir={tmp_path}", "--batch-size=1"]
-    before = "from PIL import Image; Image.MAX_IMAGE_PIXELS = 100"
+    options = [f"--data-dir={tmp_path}", "--batch-size=1"]
+    before = f"from PIL import Image; Image.MAX_IMAGE_PIXELS = 100; {tasks.PHOTOS}"
     message = refuse(tmp_path / "run", *options, "--num-workers=1", before=before)
     assert "train/a/large.png" in message
 
 
-def test_models_of_torchvision_that_return_more_than_logits_train():
-    task = Task()
-    cfg = parse_config(["--dataset=synthetic", "--model=googlenet"])
+def test_models_of_torchvision_that_may_return_more_than_logits_train():
+    task = Images()
+    cfg = parse_config(["--synthetic", "--model=googlenet"], task)
     task.spec = {"classes": ["a", "b"]}
     model = task.model(cfg)
     images = torch.zeros(2, 3, 224, 224, dtype=torch.uint8)
     loss, _ = task.loss(model, [images, torch.tensor([0, 1])])
     assert loss.isfinite()
-    cfg.model = "fcn_resnet50"
-    with pytest.raises(UserError, match="fcn_resnet50"):
-        task.model(cfg)
+    for model, hint in (("fcn_resnet50", "fcn_resnet50 is not"), ("resnet_50", "did you mean")):
+        cfg.model = model
+        with pytest.raises(UserError, match=hint):
+            task.model(cfg)
 
 
 def test_output_may_be_replaced_by_an_object_that_is_no_file(tmp_path):

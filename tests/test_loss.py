@@ -180,9 +180,9 @@ def test_what_a_model_keeps_of_its_first_forward_pass_comes_from_the_data(tmp_pa
 
 FROZEN = """if True:
     import torch
-    import train_distributed as trainer
+    import tasks
 
-    class Frozen(trainer.Task):
+    class Frozen(tasks.ResNet):
         def model(self, cfg):
             model = super().model(cfg)
             part = model.network.layer1
@@ -197,7 +197,7 @@ FROZEN = """if True:
 
 def test_frozen_batch_norm_keeps_its_statistics(tmp_path, tiny):
     """Also without parameters of its own."""
-    options = [*tiny, "--model=resnet18", "--image-size=32", "--stop-at-step=2"]
+    options = [*tiny, "--stop-at-step=2"]
     model = train(tmp_path / "run", 2, *options, before=FROZEN).newest()["model"]
     for name in ("bn1", "layer1.0.bn1", "layer1.1.bn2"):
         assert not model[f"network.{name}.running_mean"].any(), name

@@ -1,6 +1,7 @@
 """Metrics: sums over micro-batches and ranks, in which every sample counts once."""
 
 import pytest
+import tasks
 from harness import train
 
 
@@ -29,11 +30,11 @@ def test_the_metrics_of_an_epoch_are_the_means_over_its_steps(still):
 
 
 def test_test_metrics_are_those_of_the_saved_model_with_batch_norm_too(tmp_path, tiny):
-    options = [*tiny, "--model=resnet18", "--image-size=32", "--batch-size=16"]
-    options += ["--global-batch-size=48", "--epochs=1"]
-    three = train(tmp_path / "three", 3, *options)
+    options = [*tiny, "--batch-size=16", "--global-batch-size=48", "--epochs=1"]
+    three = train(tmp_path / "three", 3, *options, before=tasks.RESNET)
     saved = three.directory / "checkpoint_epoch_1.pt"
-    one = train(tmp_path / "one", 1, *options, f"--resume={saved}")  # only evaluates
+    options.append(f"--resume={saved}")
+    one = train(tmp_path / "one", 1, *options, before=tasks.RESNET)  # only evaluates
     ours, theirs = (run.records("epoch")[0] for run in (three, one))
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
     assert ours["test_accuracy"] == theirs["test_accuracy"]

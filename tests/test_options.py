@@ -3,11 +3,13 @@
 import math
 
 import pytest
+import tasks
 import torch
 import yaml
 from harness import REPO, assert_same_state, train
 
 import train_distributed
+from examples.imagenet import Images
 from train_distributed import Task, UserError, parse_config
 
 
@@ -44,8 +46,9 @@ def test_options_train_and_resume_bitwise(tmp_path, tiny, options):
 @pytest.mark.long
 def test_every_speed_option_at_once_with_bf16_resumes_bitwise(tmp_path, tiny):
     options = [*tiny, "--epochs=1", "--compile", "--amp=bf16", "--activation-checkpointing"]
-    options += ["--model=resnet18", "--optimizer=adamw", "--lr=0.001"]
-    assert_trains_and_resumes_bitwise(tmp_path, 2, *options, timeout=400)
+    options += ["--optimizer=adamw", "--lr=0.001"]
+    before = tasks.RESNET
+    assert_trains_and_resumes_bitwise(tmp_path, 2, *options, before=before, timeout=400)
 
 
 @pytest.mark.timeout(600)
@@ -59,9 +62,8 @@ def test_compile_changes_neither_the_loss_nor_the_names_in_a_checkpoint(tmp_path
 
 def build(*options) -> torch.nn.Module:
     """The model as a run of one process trains it."""
-    small = ["--dataset=synthetic", "--image-size=64", "--model=resnet18", *options]
-    cfg = parse_config(small)
-    task = Task()
+    task = Images()
+    cfg = parse_config(["--synthetic", "--image-size=64", *options], task)
     task.data(cfg)
     return train_distributed.build_model(task, cfg, train_distributed.World()).train()
 
@@ -210,9 +212,9 @@ class Own(Task):
 def test_a_config_file_sets_the_options_of_a_task(tmp_path):
     """One that has other options than the task of train_distributed.py."""
     file = tmp_path / "c.yaml"
-    file.write_text("epochs: 3\nwidth: 16\nsizes: [3, 4]\nmodel: resnet18\n")
+    file.write_text("epochs: 3\nwidth: 16\nsizes: [3, 4]\ndropout: 0.5\n")
     cfg = parse_config([f"--config={file}"], Own())
-    assert (cfg.epochs, cfg.width, cfg.sizes) == (3, 16, [3, 4]) and not hasattr(cfg, "model")
+    assert (cfg.epochs, cfg.width, cfg.sizes) == (3, 16, [3, 4]) and not hasattr(cfg, "dropout")
     assert cfg.lr == 0.125
     with pytest.raises(UserError, match="required: --width"):
         parse_config([], Own())

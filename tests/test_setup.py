@@ -127,15 +127,27 @@ def test_importing_the_trainer_changes_nothing(tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+NOISE = """
+import torch
+from my_train import InMemoryDataset, Task, main
+
+class Noise(Task):
+    def data(self, cfg):
+        self.spec = {"classes": ["a", "b"]}
+        images = torch.randint(256, (256, 1, 28, 28), dtype=torch.uint8)
+        return InMemoryDataset(images, torch.randint(2, (256,))), None
+
+main(Noise())
+"""
+
+
 def test_a_copy_of_the_trainer_alone_trains_without_torchvision(tmp_path):
     (tmp_path / "torchvision.py").write_text("raise ImportError('not installed')")
-    copy = tmp_path / "my_train.py"
-    copy.write_bytes((REPO / "train_distributed.py").read_bytes())
-    options = ["--dataset=synthetic", "--image-size=16", "--epochs=1"]
+    (tmp_path / "my_train.py").write_bytes((REPO / "train_distributed.py").read_bytes())
+    (tmp_path / "noise.py").write_text(NOISE)
+    command = [*TORCHRUN, "noise.py", "--epochs=1"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*TORCHRUN, copy, *options], capture_output=True, text=True, cwd=tmp_path, env=env
-    )
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr
     assert "Starting distributed training on 2 processes (2 per node)\n" in result.stdout
     assert (tmp_path / "checkpoints" / "checkpoint_epoch_1.pt").exists()

@@ -50,14 +50,16 @@ def test_the_code_of_the_page_runs_in_order(work):
 
 @pytest.mark.long
 def test_an_image_file_is_prepared_as_for_the_evaluation(work, images):
-    options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=224", "--epochs=1"]
-    train(work / "runs/photos", 1, *options, "--batch-size=16", "--model=squeezenet1_1")
+    options = [f"--data-dir={images}", "--model=squeezenet1_1", "--epochs=1"]
+    before = "from examples.imagenet import Images; task = Images()"
+    train(work / "runs/photos", 1, *options, "--batch-size=16", before=before)
     (photo,) = (images / "val/a").glob("0.jpg")
     (work / "photo.jpg").write_bytes(photo.read_bytes())
     (code,) = [text for _, text in blocks(PAGE) if "photo.jpg" in text]
-    before = "import torch\nfrom train_distributed import Task, load_model, parse_config\n"
-    before += "model = load_model('runs/photos/checkpoint_epoch_1.pt')\n"
-    check = f"_, test_set = Task().data(parse_config({options}))\n"
+    before = "import torch\nfrom examples.imagenet import Images\n"
+    before += "from train_distributed import load_model, parse_config\n"
+    before += "task = Images()\nmodel = load_model('runs/photos/checkpoint_epoch_1.pt', task)\n"
+    check = f"_, test_set = task.data(parse_config({options}, task))\n"
     check += "print(logits.shape, torch.equal(image, test_set[0][0]))\n"
     out = run(work, sys.executable, "-c", before + code + check)
     assert out == "torch.Size([1, 3]) True\n"

@@ -32,7 +32,7 @@ FEATURES = {  # feature: tests, by the beginnings of their names
     "`--amp bf16`": """test_options.py::test_bf16
         test_options.py::test_options_train_and_resume_bitwise[--amp=bf16]""",
     "`--activation-checkpointing`": "test_options.py::test_activation",
-    "`imagefolder` with workers": """test_data.py::test_image_files_resume
+    "Image files, read by workers": """test_data.py::test_image_files_resume
         faults/test_kills.py::test_loader faults/test_stop.py::test_loader
         faults/test_hang.py::test_a_crash_ends""",
     "stop signals, run lock": """faults/test_stop.py::test_a_signal_to_any_rank

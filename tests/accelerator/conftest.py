@@ -29,9 +29,3 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def library() -> Path:
     return simgpu.build()
-
-
-@pytest.fixture(scope="session")
-def tiny(tiny) -> list[str]:
-    """Smaller images than those of the other tests, because each kernel copies its tensors."""
-    return [*tiny, "--image-size=12"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import simgpu
+import tasks
 from harness import assert_same_state, train
 
 long = pytest.mark.long
@@ -188,9 +189,9 @@ def test_no_step_waits_with_other_options(tmp_path, tiny, accelerators, ranks, o
 def test_image_files_are_copied_from_pinned_memory_and_no_step_waits(
     tmp_path, images, accelerators
 ):
-    options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=32", ONE_EPOCH]
-    options += ["--num-workers=2", "--batch-size=6", "--log-every-steps=1", "--model=resnet18"]
-    accelerators.train(tmp_path / "run", 2, *options)
+    options = [f"--data-dir={images}", "--image-size=32", ONE_EPOCH]
+    options += ["--num-workers=2", "--batch-size=6", "--log-every-steps=1"]
+    accelerators.train(tmp_path / "run", 2, *options, before=tasks.PHOTOS)
     accelerators.assert_no_step_waits(ranks=2)
     for rank in (0, 1):
         copies = accelerators.phases(rank, "pinned copy")

@@ -38,7 +38,7 @@ DAMAGES = [flip, truncate, zero, append]
 @pytest.fixture(scope="module")
 def good(tmp_path_factory, tiny):
     """A run with two checkpoints, and their weights."""
-    options = [*tiny, "--epochs=2", "--batch-size=64", "--image-size=12"]
+    options = [*tiny, "--epochs=2", "--batch-size=64"]
     run = train(tmp_path_factory.mktemp("good") / "run", 1, *options)
     return run.directory, *(run.checkpoint(f"checkpoint_epoch_{n}")["model"] for n in (1, 2))
 

@@ -1,5 +1,6 @@
 """Hangs and crashes of the trainer without guard.py: a stack is printed, and all ranks exit."""
 
+import tasks
 from harness import FOREVER, launch
 
 TIMEOUT = 20
@@ -38,8 +39,8 @@ def test_an_exception_on_one_rank_is_printed_and_ends_all(tmp_path, tiny):
 
 
 def test_a_crash_ends_the_workers_of_a_loader_too(tmp_path, images):
-    crash = "import train_distributed; train_distributed.Task.loss = None"
-    options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=32"]
+    crash = f"{tasks.PHOTOS}; task.loss = None"
+    options = [f"--data-dir={images}", "--image-size=32"]
     options += ["--batch-size=4", "--num-workers=2"]
     result = launch(tmp_path / "run", 1, *options, before=crash, timeout=60)
     assert result.codes == [1] and "TypeError" in result.err[0]

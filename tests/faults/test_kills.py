@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import tasks
 from harness import (
     FOREVER,
     LONG,
@@ -222,7 +223,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def test_loader_workers_do_not_outlive_a_killed_rank(tmp_path, images):
-    options = ["--dataset=imagefolder", f"--data-dir={images}", "--image-size=32", FOREVER]
+    options = [f"--data-dir={images}", "--image-size=32", FOREVER]
     options += ["--batch-size=1", "--num-workers=2", "--log-every-steps=1000"]
     started = []
 
@@ -233,6 +234,6 @@ def test_loader_workers_do_not_outlive_a_killed_rank(tmp_path, images):
         assert len(started) >= 2
         os.kill(rank.pid, signal.SIGKILL)
 
-    launch(tmp_path / "run", 1, *options, during=during)
+    launch(tmp_path / "run", 1, *options, before=tasks.PHOTOS, during=during)
     left = [pid for pid in started if Path(f"/proc/{pid}").exists()]
     wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in left), f"{left} still run")

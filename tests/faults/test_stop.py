@@ -10,10 +10,12 @@ import pty
 import random
 import signal
 import subprocess
+import sys
 import termios
 import time
 
 import pytest
+import tasks
 import torch
 from harness import (
     FOREVER,
@@ -172,8 +174,14 @@ def test_nohup_keeps_a_closed_terminal_from_stopping_it(tmp_path, tiny):
 
 
 def test_loader_workers_survive_a_signal_to_the_whole_process_group(tmp_path, images):
-    command = [*PLAIN, "--dataset=imagefolder", f"--data-dir={images}", "--image-size=32"]
-    command += ["--batch-size=4", "--num-workers=2", "--log-every-steps=1", "--epochs=50000"]
+    command = [sys.executable, REPO / "tests/tasks.py", f"--data-dir={images}"]
+    command += [
+        "--image-size=32",
+        "--batch-size=4",
+        "--num-workers=2",
+        "--log-every-steps=1",
+        "--epochs=50000",
+    ]
     command += [f"--checkpoint-dir={tmp_path / 'run'}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -189,8 +197,8 @@ def test_loader_workers_survive_a_signal_to_the_whole_process_group(tmp_path, im
 
 def test_a_stop_does_not_wait_for_the_next_record(tmp_path, tiny):
     run = tmp_path / "run"
-    slow = [*tiny, "--epochs=1", "--model=resnet18", "--image-size=64", "--log-every-steps=1000"]
-    often = "import train_distributed; train_distributed.Sync.SECONDS = 0.1"
+    slow = [*tiny, "--epochs=1", "--log-every-steps=1000"]
+    often = f"import train_distributed; train_distributed.Sync.SECONDS = 0.1; {tasks.RESNET}"
 
     def during(processes):
         wait_until((run / "status.json").exists, "no status.json")
