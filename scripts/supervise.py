@@ -18,7 +18,7 @@ themselves. It needs only Python 3.8.
     failed with a permanent error     prints the reason and exits
 
 Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time or MAX_DURATION stop the
-training, which saves first. A second Ctrl-C kills it.
+training, which saves first. A second Ctrl-C kills it. SIGQUIT makes its ranks print their stacks.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
 exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
@@ -353,6 +353,7 @@ class Supervisor:
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
         self.warning = ""  # the last one of watch()
+        self.child = None  # COMMAND
 
         # attempts of this process
         self.count = 0
@@ -366,10 +367,16 @@ class Supervisor:
             under_nohup = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
             if not under_nohup:
                 signal.signal(number, self.on_signal)
+        signal.signal(signal.SIGQUIT, self.forward)
 
     def on_signal(self, number, _frame):
         name = signal.Signals(number).name
         self.signals.append((name, time.time()))
+
+    def forward(self, number, _frame):
+        """A request for stacks. Not to srun, which would end its step; scancel asks the ranks."""
+        if self.child and Path(self.command[0]).name != "srun":
+            self.child.send_signal(number)
 
     def signal_names(self):
         return [name for name, _ in self.signals]
@@ -614,7 +621,7 @@ class Supervisor:
     def run(self, env):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
         try:
-            child = subprocess.Popen(
+            self.child = child = subprocess.Popen(
                 self.command_on_nodes(), env=env, start_new_session=True, preexec_fn=die_with_parent
             )
         except OSError as error:

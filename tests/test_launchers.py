@@ -126,6 +126,13 @@ def test_sigquit_prints_the_stacks_of_all_ranks_and_they_go_on(tmp_path, node):
     assert saved(tmp_path) == ["saved0", "saved1"]
 
 
+def test_sigquit_through_supervise_prints_the_stacks(tmp_path, node):
+    node = node(1, "scripts/supervise.py", GUARD="1")
+    node.process.send_signal(signal.SIGQUIT)
+    node.wait_for('slow_to_save.py", line', 2)
+    assert node.process.poll() is None
+
+
 def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):
     node = node(999, "scripts/supervise.py")
     node.process.send_signal(signal.SIGINT)
@@ -657,7 +664,7 @@ def test_hosts_in_excluded_nodes_are_not_used_unless_too_few_would_remain(
     monkeypatch.setenv("NNODES", wanted)
     monkeypatch.delenv("NODES_FILE", raising=False)
     launch = load(REPO / "scripts/ssh/launch.py")
-    assert launch.choose_hosts(["node01", "node02"], "ssh") == used
+    assert launch.choose_hosts(["node01", "node02"], launch.Pbs()) == used
 
 
 def test_the_smoke_test_says_why_it_fails(tmp_path):

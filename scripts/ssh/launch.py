@@ -6,7 +6,8 @@ Usage: scripts/ssh/launch.py [--pdsh] HOST [HOST ...] -- CONFIG [options of the 
 
 Called by launch_torchrun_auto.sh, launch_pdsh_multinode.sh and pbs_train.sh; see their --help. For
 each host, it starts `launch.py --connect`, which starts ssh, which runs node.py on the host. In a
-PBS job, the hosts are those of the job, and `launch.py --connect-pbs` starts pbsdsh.
+PBS job, the hosts are those of the job, and `launch.py --connect-pbs` starts pbsdsh. SIGQUIT
+(Ctrl-\\) makes all ranks print their stacks and go on.
 Exit code: that of the first node that failed (255: ssh); 2 user error; 130 after a second Ctrl-C.
 """
 
@@ -23,13 +24,15 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from node import END_SECONDS, HANG_SECONDS, Files, exit_code, request, stop_with_parent
 
 # If the connection is lost, ssh exits after 3 x 15 seconds. The remote command line is only
 # `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
 SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
+CONNECT = [sys.executable, "scripts/ssh/launch.py", "--connect"]
+CONNECT_PBS = [sys.executable, "scripts/ssh/launch.py", "--connect-pbs"]
 PROBE_SECONDS = 30  # for ssh to connect to a host, if there are spares
 HOSTS_PER_SECOND = 10  # a jump host may refuse many new connections at once
 STATUS_SECONDS = 30  # after pbsdsh has exited, for the exit code of its node
@@ -54,20 +57,22 @@ exec "$python" scripts/{script}
 def main():
     words = sys.argv[1:]
     if words[0] == "--connect":
-        return connect(*words[1:])
+        return connect_by_ssh(*words[1:])
     if words[0] == "--connect-pbs":
         return connect_by_pbs(*words[1:])
-    way = "ssh"
-    if words[0] in ("--pdsh", "--pbs"):
-        way = words[0][2:]
-        words = words[1:]
     split = words.index("--")
-    given = list(dict.fromkeys(slots_of_job())) if way == "pbs" else words[:split]
+    given = words[:split]
+    way = Ssh()
+    if given[0] == "--pdsh":
+        way = Pdsh()
+        given = given[1:]
+    elif given[0] == "--pbs":
+        way = Pbs()
+        given = list(dict.fromkeys(slots_of_job()))
     config = words[split + 1]
     options = words[split + 2 :]
 
-    programs = {"ssh": ["ssh"], "pdsh": ["ssh", "pdsh"], "pbs": ["pbsdsh"]}
-    for program in programs[way]:
+    for program in way.programs:
         if not shutil.which(program):
             say(f"error: {program} is not installed here")
             return 2
@@ -85,13 +90,124 @@ def main():
     if not port:
         return 2  # free_port() or the host has printed the error
 
-    run_node = "" if way == "pbs" else input_of_bash("ssh/node.py")
     nodes = {}
     for rank, host in enumerate(hosts):
         command = ["scripts/cluster_train.sh", config, str(len(hosts)), str(rank), master, port]
         command += options
-        nodes[host] = Node(f"{run_node}{request(command)}\n")
+        nodes[host] = Node(way.input_of_node(command))
     return run(nodes, way)
+
+
+# ---- how to reach the hosts
+
+
+class Ssh:
+    """An ssh for each host. Its input is bash's, then that of node.py."""
+
+    programs = ["ssh"]
+    shared_directory = nullcontext  # for start()
+
+    def shell(self, host):
+        """The command that runs bash on that host."""
+        return [*SSH, host, "exec bash -s"]
+
+    def input_of_node(self, command):
+        return input_of_bash("ssh/node.py") + request(command) + "\n"
+
+    def lost(self, hosts):
+        """Those to which ssh cannot connect."""
+        probes = {}
+        for rank, host in enumerate(hosts):
+            if rank and rank % HOSTS_PER_SECOND == 0:
+                time.sleep(1)
+            probes[host] = subprocess.Popen(
+                [*SSH, host, "exec true"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        deadline = time.monotonic() + PROBE_SECONDS
+        lost = []
+        for host, probe in probes.items():
+            try:
+                code = probe.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                probe.kill()
+                code = 255
+            if code == 255:
+                lost.append(host)
+        return lost
+
+    def start(self, hosts, path, _directory):
+        """Start a process for each host, which connects it to the socket. Returns [(name, it)]."""
+        starters = []
+        for rank, host in enumerate(hosts):
+            output = None if rank == 0 else subprocess.DEVNULL  # all of it is in log_of(host)
+            connect = [*CONNECT, path, host, str(rank)]
+            starters.append((host, start(connect, stdout=output)))
+        return starters
+
+    def is_over(self):
+        """Whether the scheduler has ended the job."""
+        return False
+
+    def show_failure(self, host):
+        """The end of its log."""
+        with suppress(OSError), open(log_of(host), errors="replace") as log:
+            lines = collections.deque(log, 15)
+            text = "  ".join(lines).rstrip()
+            say(f"the end of {log_of(host)}:\n  {text}")
+
+
+class Pdsh(Ssh):
+    """pdsh starts and shows them all."""
+
+    programs = ["ssh", "pdsh"]
+
+    def start(self, hosts, path, _directory):
+        pdsh = ["pdsh", "-R", "exec", "-f", str(len(hosts)), "-w", ",".join(hosts)]
+        return [("pdsh", start([*pdsh, *CONNECT, path, "%h", "%n"]))]
+
+
+class Pbs(Ssh):
+    """A pbsdsh for each host. PBS writes the output of all to that of the job."""
+
+    programs = ["pbsdsh"]
+
+    def __init__(self):
+        self.parent = os.getppid()
+
+    def shared_directory(self):
+        """For Files: pbsdsh has no input."""
+        logs = os.path.abspath(os.environ.get("LOG_DIR") or "logs")  # which all nodes see
+        os.makedirs(logs, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="pbs_", dir=logs)
+
+    def shell(self, _host):
+        return ["bash", "-s"]  # usually, it is this host
+
+    def input_of_node(self, command):
+        return request(command) + "\n"
+
+    def lost(self, _hosts):
+        return []
+
+    def start(self, hosts, path, directory):
+        starters = []
+        for rank, host in enumerate(hosts):
+            connect = [*CONNECT_PBS, path, host, str(rank), directory]
+            starters.append((host, start(connect)))
+        return starters
+
+    def is_over(self):
+        return os.getppid() != self.parent  # PBS kills supervise.py at the end
+
+    def show_failure(self, _host):
+        pass
+
+
+def start(command, **options):
+    """In a new session, so that Ctrl-C does not reach it."""
+    return subprocess.Popen(command, start_new_session=True, **options)
 
 
 def slots_of_job():
@@ -100,10 +216,13 @@ def slots_of_job():
         return file.read().split()
 
 
+# ---- the hosts, and what runs there
+
+
 def choose_hosts(given, way):
     """The hosts to train on: not those in EXCLUDED_NODES; with NNODES, the first that answer.
 
-    Under PBS, the first ones. [] if NNODES is wrong.
+    [] if NNODES is wrong.
     """
     nnodes = os.environ.get("NNODES") or "0"
     if not nnodes.isdigit() or int(nnodes) > len(given):
@@ -121,39 +240,13 @@ def choose_hosts(given, way):
         hosts = given
     if wanted in (0, len(hosts)):
         return hosts
-    if way == "pbs":
-        return hosts[:wanted]
-    lost = unreachable(hosts)
+    lost = way.lost(hosts)
     reached = [host for host in hosts if host not in lost]
     if len(reached) < wanted:
         return hosts[:wanted]  # its error names one that is lost
     if any(host in lost for host in hosts[:wanted]):
         say(f"{', '.join(lost)} left out: ssh cannot connect; a spare node takes its place")
     return reached[:wanted]
-
-
-def unreachable(hosts):
-    """The hosts to which ssh cannot connect."""
-    probes = {}
-    for rank, host in enumerate(hosts):
-        if rank and rank % HOSTS_PER_SECOND == 0:
-            time.sleep(1)
-        probes[host] = subprocess.Popen(
-            [*SSH, host, "exec true"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-    deadline = time.monotonic() + PROBE_SECONDS
-    lost = []
-    for host, probe in probes.items():
-        try:
-            code = probe.wait(max(0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            probe.kill()
-            code = 255
-        if code == 255:
-            lost.append(host)
-    return lost
 
 
 def input_of_bash(script):
@@ -165,11 +258,8 @@ def input_of_bash(script):
 
 def free_port(host, way):
     """A free port on that host; "" if none was found (the error has then been printed)."""
-    command = [*SSH, host, "exec bash -s"]
-    if way == "pbs":  # usually, it is this one
-        command = ["bash", "-s"]
     text = input_of_bash("guard.py --free-port")
-    answer = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE)
+    answer = subprocess.run(way.shell(host), input=text.encode(), stdout=subprocess.PIPE)
     if answer.returncode == 255:
         say(f"error: cannot ask {host} for a free port: does `ssh {host}` work?")
     words = answer.stdout.decode().split()
@@ -184,7 +274,7 @@ class Node:
 
     def __init__(self, text):
         self.unsent = text.encode()
-        self.socket = None  # until connect() has connected
+        self.socket = None  # until its starter has connected
         self.status = None  # the exit code, once ssh has exited
 
     def poll(self):
@@ -198,34 +288,24 @@ class Node:
             received = self.socket.recv(9, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
-        except ConnectionError:  # connect() was killed
+        except ConnectionError:  # the starter was killed
             received = b""
         self.status = int(received) if received else 255
 
 
 def run(nodes, way):
     """Run until all nodes have exited. Returns the exit code."""
-    if way != "pbs":
-        return run_by(way, nodes)
-    logs = os.path.abspath(os.environ.get("LOG_DIR") or "logs")  # which all nodes see
-    os.makedirs(logs, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="pbs_", dir=logs) as directory:
-        return run_by(way, nodes, [directory])
-
-
-def run_by(way, nodes, files=()):
-    """See run(). files: the directory for connect_by_pbs()."""
-    parent = os.getppid()
     wakeup_read, wakeup_write = socket.socketpair()
     signals = record_signals(wakeup_write)
     failed = None  # (name, exit code) of the first node that failed
-    killed = False  # by a second Ctrl-C, or at the end of a PBS job
-    word = None  # the last one sent to the nodes
+    killed = False  # by a second Ctrl-C, or at the end of the job
+    word = None  # the last one sent to the nodes, but for "quit"
     deadline = math.inf
-    with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as directory:
+    own_directory = tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")
+    with own_directory as directory, way.shared_directory() as shared:
         path = f"{directory}/socket"
         server = listen(path, len(nodes))
-        starters = start(list(nodes), way, [path, *files])
+        starters = way.start(list(nodes), path, shared)
         while time.monotonic() < deadline:
             if all(node.status is not None for node in nodes.values()):
                 break
@@ -235,8 +315,10 @@ def run_by(way, nodes, files=()):
                 node.poll()
             if failed is None:
                 failed = find_failure(nodes, starters)
-            is_over = way == "pbs" and os.getppid() != parent  # PBS kills supervise.py at the end
-            killed = is_over or signal.SIGINT in signals[1:]
+            while signal.SIGQUIT in signals:
+                signals.remove(signal.SIGQUIT)
+                send("quit", nodes)
+            killed = way.is_over() or signal.SIGINT in signals[1:]
             if word != "end" and (failed or killed):
                 word = "end"
                 send(word, nodes)
@@ -252,13 +334,12 @@ def run_by(way, nodes, files=()):
         return 0
     name, status = failed
     say(f"error: {name} failed (exit code {status}), so all nodes were stopped")
-    if way != "pbs":
-        print_end_of_log(name)
+    way.show_failure(name)
     return status
 
 
 def record_signals(wakeup):
-    """From now on, append each stop signal to the list returned, and write to the socket."""
+    """From now on, append each signal to the list returned, and write to the socket."""
     signals = []
 
     def on_signal(number, _frame):
@@ -267,7 +348,7 @@ def record_signals(wakeup):
     def on_exit_of_a_starter(_number, _frame):
         pass  # without a handler, it would not write to the socket
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, on_signal)
     signal.signal(signal.SIGCHLD, on_exit_of_a_starter)
@@ -285,7 +366,7 @@ def listen(path, count):
 
 
 def accept_connections(server, nodes):
-    """Accept connections from connect(), which first sends the name of its host."""
+    """Accept connections from the starters, which first send the name of their host."""
     while True:
         try:
             connection, _ = server.accept()
@@ -296,7 +377,7 @@ def accept_connections(server, nodes):
 
 
 def find_failure(nodes, starters):
-    """(name, exit code) of a node that has failed, or of a process that start() has started."""
+    """(name, exit code) of a node that has failed, or of a starter."""
     codes = [(host, node.status) for host, node in nodes.items()]
     codes += [(name, starter.poll()) for name, starter in starters]
     for name, code in codes:
@@ -329,28 +410,7 @@ def wait(server, wakeup_read, nodes, deadline):
                 wakeup_read.recv(4096)
 
 
-def start(hosts, way, arguments):
-    """Start connect() for each host in a new session, so that Ctrl-C does not reach it.
-
-    Returns [(name, process)].
-    """
-    option = "--connect-pbs" if way == "pbs" else "--connect"
-    connect = [sys.executable, "scripts/ssh/launch.py", option, *arguments]
-    if way == "pdsh":
-        pdsh = ["pdsh", "-R", "exec", "-f", str(len(hosts)), "-w", ",".join(hosts)]
-        command = [*pdsh, *connect, "%h", "%n"]
-        return [("pdsh", subprocess.Popen(command, start_new_session=True))]
-    starters = []
-    for rank, host in enumerate(hosts):
-        command = [*connect, host, str(rank)]
-        # The screen shows node rank 0 only. PBS writes the output of all to that of the job.
-        output = None if rank == 0 or way == "pbs" else subprocess.DEVNULL
-        process = subprocess.Popen(command, stdout=output, start_new_session=True)
-        starters.append((host, process))
-    return starters
-
-
-def connect(path, host, rank):
+def connect_by_ssh(path, host, rank):
     """Run ssh for one host: input from the launcher, output to stdout and the log file."""
     time.sleep(int(rank) // HOSTS_PER_SECOND)
     with socket.socket(socket.AF_UNIX) as launcher, suppress(ConnectionError, FileNotFoundError):
@@ -369,7 +429,7 @@ def connect(path, host, rank):
         launcher.sendall(str(code).encode())
 
 
-def connect_by_pbs(path, directory, host, rank):
+def connect_by_pbs(path, host, rank, directory):
     """Run pbsdsh for one host. It has no input and always returns 0: files replace both."""
     files = Files(directory, rank)
     signal.signal(signal.SIGTERM, lambda *_: None)  # pbsdsh gets it, too, and ends
@@ -396,20 +456,13 @@ def connect_by_pbs(path, directory, host, rank):
 def forward(lines, files):
     """Pass the launcher's words on. When it has exited, node.py notices that the files are gone."""
     for word in lines:
-        files.write("word", word)
+        files.write("quit" if word == b"quit\n" else "word", word)
     shutil.rmtree(files.directory, ignore_errors=True)
 
 
 def log_of(host):
     directory = os.environ.get("LOG_DIR") or "logs"
     return os.path.join(directory, f"node_{host}.log")
-
-
-def print_end_of_log(host):
-    with suppress(OSError), open(log_of(host), errors="replace") as log:
-        lines = collections.deque(log, 15)  # the last ones
-        text = "  ".join(lines).rstrip()
-        say(f"the end of {log_of(host)}:\n  {text}")
 
 
 def say(text):

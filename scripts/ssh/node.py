@@ -4,9 +4,10 @@
 Usage: node.py [--files DIRECTORY RANK]
 
 Standard input, or with --files a file in DIRECTORY (see Files), has one message per line. First the
-line of request(). Later `stop`: the command should save and exit; or `end`: it has END_SECONDS to
-do so. End of input means that the launcher has exited. When the command has exited, all processes
-that it left behind are killed: those with ON_NODE=ID in their environment.
+line of request(). Later `quit`: the command's ranks should print their stacks; `stop`: it should
+save and exit; or `end`: it has END_SECONDS to do so. End of input means that the launcher has
+exited. When the command has exited, all processes that it left behind are killed: those with
+ON_NODE=ID in their environment.
 If node.py is killed, the same happens END_SECONDS later: a PBS job ends with SIGKILL to node.py's
 session only, and torchrun's ranks have sessions of their own.
 Exit code: the command's; 128 + N if signal N killed it.
@@ -105,6 +106,9 @@ class Files:
         time.sleep(0.5)
         if not os.path.isdir(self.directory):
             return b"gone"
+        if self.read("quit"):
+            os.remove(self.path("quit"))
+            return b"quit\n"
         return self.read("word") or b""
 
 
@@ -159,6 +163,9 @@ def wait(command, launcher, signals, end_seconds):
             time.sleep(0.1)
             continue
         word = launcher.word()
+        if word == b"quit\n":
+            command.send_signal(signal.SIGQUIT)
+            continue
         if signals and not word:
             word = b"stop"
         if word and not stopping:  # once: a second SIGTERM may interrupt a save
