@@ -517,7 +517,10 @@ def recompute_activations(block: nn.Module, is_compiled: bool):
 
 @contextmanager
 def statistics_kept(block: nn.Module):
-    """BatchNorm updates copies of its running statistics, which are then dropped."""
+    """BatchNorm updates copies of its running statistics, which are then dropped.
+
+    Without any (track_running_stats = False), it would save other tensors for the backward pass.
+    """
     norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
     buffers = [(norm, name, value) for norm in norms for name, value in norm.named_buffers()]
     for norm, name, value in buffers:
@@ -675,7 +678,7 @@ class SampleStream:
         ranks, count = world.world_size, self.micro_batches_per_step
         batch = f"a global batch of {cfg.global_batch_size} samples"
         if rest or count < ranks:
-            need = f"it needs a multiple of {cfg.batch_size}, at least one for each rank"
+            need = f"it must be at least {ranks} whole micro-batches of {cfg.batch_size}"
             remedy = "start a new run with another --batch-size or --global-batch-size"
             raise UserError(f"{batch} on {ranks} ranks: {need}; {remedy}")
         if cfg.global_batch_size > samples:
@@ -1664,7 +1667,8 @@ def load_initial_weights(cfg, model):
     """--init: the weights of another run; says which do not fit the model."""
     weights = load_intact(Path(cfg.init))["model"]
     own = model.state_dict()
-    fitting = {n: w for n, w in weights.items() if n in own and w.shape == own[n].shape}
+    shapes = {name: weight.shape for name, weight in own.items() if torch.is_tensor(weight)}
+    fitting = {n: w for n, w in weights.items() if n in shapes and w.shape == shapes[n]}
     model.load_state_dict(fitting, strict=False)
     others = ", ".join(sorted((own.keys() | weights.keys()) - fitting.keys()))
     log_on_rank_0(f"Weights of {cfg.init}: {len(fitting)} taken; not: {others or 'none'}")

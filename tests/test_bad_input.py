@@ -70,8 +70,8 @@ def test_a_mistake_in_a_config_file_is_named(tmp_path, text, expected):
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny, batch, ranks):
     message = refuse(tmp_path / "r", *tiny, f"--global-batch-size={batch}", ranks=ranks)
     assert message == (
-        f"a global batch of {batch} samples on {ranks} ranks: it needs a multiple of 8, at least "
-        "one for each rank; start a new run with another --batch-size or --global-batch-size"
+        f"a global batch of {batch} samples on {ranks} ranks: it must be at least {ranks} whole "
+        "micro-batches of 8; start a new run with another --batch-size or --global-batch-size"
     )
 
 

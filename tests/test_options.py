@@ -266,10 +266,17 @@ def test_resume_from_a_file_into_another_directory(tmp_path, tiny):
 ANOTHER_HEAD = """if True:
     import torch, train_distributed as trainer
 
+    class Counted(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 0}
+
+        def set_extra_state(self, state):
+            pass
+
     class Head(trainer.Task):
         def model(self, cfg):
             model = super().model(cfg)
-            model.network.fc2 = torch.nn.Linear(128, 12)
+            model.network.fc2 = Counted(128, 12)
             return model
 
     task = Head()
@@ -280,10 +287,13 @@ def test_init_takes_the_weights_that_fit_and_names_the_others(tmp_path, tiny, pl
     file = plain.directory / "checkpoint_epoch_1.pt"
     still = [*tiny, "--lr=0", "--stop-at-step=2", f"--init={file}"]
     run = train(tmp_path / "run", 2, *still, before=ANOTHER_HEAD)
-    not_taken = "6 taken; not: network.fc2.bias, network.fc2.weight\n"
+    not_taken = "6 taken; not: network.fc2._extra_state, network.fc2.bias, network.fc2.weight\n"
     assert f"Weights of {file}: {not_taken}" in run.out[0]
     ours, theirs = run.newest(), plain.newest()
     assert ours["state"]["step"] == 2, "a run of its own"
     assert torch.equal(ours["model"]["network.fc1.weight"], theirs["model"]["network.fc1.weight"])
     again = train(tmp_path / "run", 2, *still, "--stop-at-step=3", before=ANOTHER_HEAD)
     assert "at step 2, to step 3\n" in again.out[0]
+    third = f"--init={run.directory}/checkpoint_step_3.pt"
+    other = train(tmp_path / "other", 1, *still[:-1], third, before=ANOTHER_HEAD)
+    assert "8 taken; not: network.fc2._extra_state\n" in other.out[0]
