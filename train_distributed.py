@@ -132,7 +132,8 @@ class Task:
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Options of this task: on the command line, in config files and in checkpoints."""
         add = parser.add_argument
-        add("--dataset", choices=["mnist_sample", "mnist"], default="mnist_sample", help="[sample]")
+        datasets = ["mnist_sample", "mnist"]
+        add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
         add("--dropout", type=fraction, default=0.25, help="[0.25]")
 
     def data(self, cfg: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
@@ -207,7 +208,7 @@ class Task:
         return False
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """What --activation-checkpointing recomputes, one at a time, as the blocks of a ResNet."""
+        """What --activation-checkpointing recomputes, one by one, such as a ResNet's."""
         return []
 
     def loader_options(self) -> dict:
@@ -519,7 +520,7 @@ def recompute_activations(block: nn.Module, is_compiled: bool):
 def statistics_kept(block: nn.Module):
     """BatchNorm updates copies of its running statistics, which are then dropped.
 
-    Without any (track_running_stats = False), it would save other tensors for the backward pass.
+    With track_running_stats = False instead, the recomputation would save other tensors.
     """
     norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
     buffers = [(norm, name, value) for norm in norms for name, value in norm.named_buffers()]
@@ -1699,8 +1700,7 @@ FREE_OPTIONS |= {"data_dir", "num_workers", "log_every_steps", "tensorboard", "w
 FREE_OPTIONS |= {"checkpoint_every_steps", "save_minutes", "nodes", "gpus_per_node"}
 FREE_OPTIONS |= {"distributed_backend", "hang_timeout", "eval_every_steps", "patience"}
 # What never changes in a run:
-FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "dataset", "model", "image_size"}
-FIXED_OPTIONS |= {"optimizer"}
+FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "optimizer", "dataset"}
 
 
 class UserError(Exception):

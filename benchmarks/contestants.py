@@ -219,7 +219,7 @@ def grad_scaler(setup: Setup):
 
 
 def ours(setup: Setup, clock: Clock, *more: str) -> None:
-    """train_distributed.py without dropout, which the others do not have; examples/imagenet.py."""
+    """train_distributed.py or examples/imagenet.py, without dropout, as the others."""
     sys.path.insert(0, str(REPO))
     import train_distributed as trainer
     from examples.imagenet import Images

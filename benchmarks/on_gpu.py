@@ -179,11 +179,6 @@ PARTS = {
         [RESNET + " --amp fp16 --ranks 1 --only limit ours"],
         TABLE,
     ),
-    "mnist": Part(
-        "Time to {accuracy} % on MNIST",
-        260,
-        ["python benchmarks/accuracy.py {cpu} --data-dir {mnist} --rounds 1 --accuracy {accuracy}"],
-    ),
 }
 
 
@@ -194,11 +189,8 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
         "scratch": scratch,
         "cores": cores,
         "cores2": 2 * cores,
-        "mnist": options.data_dir,
     }
     if options.cpu:
-        if options.data_dir == "data":
-            values["mnist"] = "data/mnist_sample"
         return values | {
             "gpu": "",
             "cpu": "--cpu",
@@ -216,7 +208,6 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
             "loader_files": 64,
             "jpeg_batch": 8,
             "jpeg_steps": 20 * cores,
-            "accuracy": 80,
         }
     files = 1024
     jpeg_batch = 128
@@ -238,7 +229,6 @@ def sizes(options, gpus: int, scratch: str) -> dict[str, object]:
         "loader_files": 512 * cores,
         "jpeg_batch": jpeg_batch,
         "jpeg_steps": jpeg_steps,
-        "accuracy": 99,
     }
 
 
@@ -254,9 +244,6 @@ def reason_to_skip(name: str, options, gpus: int, values: dict) -> str:
     missing = [package for package in needs if not importlib.util.find_spec(package)]
     if missing:
         return f"not installed: {', '.join(missing)}"
-    raw = Path(values["mnist"], "MNIST/raw/train-images-idx3-ubyte")
-    if name == "mnist" and not raw.exists():
-        return f"no {raw}: set --data-dir"
     return ""
 
 
@@ -397,7 +384,6 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--cpu", action="store_true", help="rehearsal on the CPU, with small sizes")
     add("--only", nargs="+", choices=PARTS, metavar="PART", help="[all that are not measured yet]")
-    add("--data-dir", default="data", help="directory with MNIST/raw, for mnist [data]")
     add("--output", type=Path, default=REPO / "runs/on_gpu.md", help="[runs/on_gpu.md]")
     add("--rounds", type=int, help="turns of each contestant [5]")
     add("--minutes", type=float, default=20, help="after this time, the rest is skipped [20]")

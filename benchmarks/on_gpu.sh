@@ -5,14 +5,13 @@
 # the rest: it goes on with the parts that the report lacks.
 # Exit code: 0 no part failed, 1 a part failed, 2 user error.
 #
-# Usage: benchmarks/on_gpu.sh [--cpu] [--only PART...] [--data-dir DIR] [--output FILE] [--rounds N] [--minutes N]
+# Usage: benchmarks/on_gpu.sh [--cpu] [--only PART...] [--output FILE] [--rounds N] [--minutes N]
 #
 #   --cpu       rehearsal on the CPU with small sizes: shows that the parts run, not how fast
 #   --only      measure these parts again, in this order: doctor tests hang killed resume reproducible
 #               distributed bandwidth resnet50-1 resnet50-2 resnet50-4 resnet50-8 convnet
 #               convnet-compiled resnet50-compiled peers peers-tuned loader jpeg checkpoints startup
-#               tf32 fp16 mnist
-#   --data-dir  directory with MNIST/raw, for the part mnist [data]
+#               tf32 fp16
 #   --output    Markdown file [runs/on_gpu.md]
 #   --rounds    turns of each contestant, of which the median is shown [5]
 #   --minutes   after this time, the remaining parts are left for the next call [20]

@@ -6,8 +6,8 @@
         configs/default_config.yaml 2 --data-dir DIR --model resnet50 --amp bf16 \
         --checkpoint-dir runs/imagenet_2
 
-Shows random crops, classes named by folders, and what image files have in store. DIR holds
-train/CLASS/*.jpg and val/CLASS/*.jpg (or .png). --synthetic trains on noise, for benchmarks.
+Shows random crops, classes named by folders, and how to read rotated, 16-bit and damaged files.
+DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (or .png).
 """
 
 import argparse
@@ -72,7 +72,8 @@ class Images(Task):
         add = parser.add_argument
         add("--model", default="resnet18", help="a classifier of torchvision [resnet18]")
         add("--image-size", type=positive_int, default=224, help="pixels per side [224]")
-        add("--synthetic", action=argparse.BooleanOptionalAction, default=False, help="noise")
+        add("--synthetic", action=argparse.BooleanOptionalAction, default=False,
+            help="train on noise instead of files, for benchmarks")  # fmt: skip
 
     def data(self, cfg):
         if cfg.synthetic:

@@ -25,7 +25,6 @@
 #   scripts/cluster_train.sh configs/default_config.yaml 2 1 node01 29400 --epochs 10
 
 set +o posix # POSIXLY_CORRECT changes bash
-trap : QUIT  # it is meant for the ranks, which do not run yet
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

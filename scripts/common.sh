@@ -4,6 +4,7 @@
 
 set -euo pipefail
 unset CDPATH PYTHONSAFEPATH # they change what cd and import find
+trap '' QUIT                # ranks print their stacks; what runs before them ignores it
 
 fail() {
   echo "${0##*/}: error: $*" >&2

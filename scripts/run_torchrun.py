@@ -76,7 +76,8 @@ class Torchrun:
         # A signal that arrives in between waits until there is a process to forward it to.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         for number in FORWARDED:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            if not under_nohup:
                 signal.signal(number, self.on_signal)
         # In a new session, so that Ctrl-C does not reach it.
         self.process = subprocess.Popen(

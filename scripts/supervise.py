@@ -18,7 +18,8 @@ themselves. It needs only Python 3.8.
     failed with a permanent error     prints the reason and exits
 
 Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time or MAX_DURATION stop the
-training, which saves first. A second Ctrl-C kills it. SIGQUIT makes its ranks print their stacks.
+training, which saves first. A second Ctrl-C kills it. If COMMAND is a launcher of scripts/, SIGQUIT
+makes its ranks print their stacks.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
 exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
@@ -353,7 +354,7 @@ class Supervisor:
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
         self.warning = ""  # the last one of watch()
-        self.child = None  # COMMAND
+        self.child = None  # the process of COMMAND
 
         # attempts of this process
         self.count = 0
@@ -374,8 +375,8 @@ class Supervisor:
         self.signals.append((name, time.time()))
 
     def forward(self, number, _frame):
-        """A request for stacks. Not to srun, which would end its step; scancel asks the ranks."""
-        if self.child and Path(self.command[0]).name != "srun":
+        """A request for stacks, which would end other programs than our launchers."""
+        if self.child and any("scripts/" in word for word in self.command[:2]):
             self.child.send_signal(number)
 
     def signal_names(self):

@@ -130,7 +130,8 @@ def test_sigquit_through_supervise_prints_the_stacks(tmp_path, node):
     node = node(1, "scripts/supervise.py", GUARD="1")
     node.process.send_signal(signal.SIGQUIT)
     node.wait_for('slow_to_save.py", line', 2)
-    assert node.process.poll() is None
+    node.process.send_signal(signal.SIGINT)
+    node.wait_for("press Ctrl-C again")
 
 
 def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):

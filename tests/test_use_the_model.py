@@ -56,10 +56,8 @@ def test_an_image_file_is_prepared_as_for_the_evaluation(work, images):
     (photo,) = (images / "val/a").glob("0.jpg")
     (work / "photo.jpg").write_bytes(photo.read_bytes())
     (code,) = [text for _, text in blocks(PAGE) if "photo.jpg" in text]
-    before = "import torch\nfrom examples.imagenet import Images\n"
-    before += "from train_distributed import load_model, parse_config\n"
-    before += "task = Images()\nmodel = load_model('runs/photos/checkpoint_epoch_1.pt', task)\n"
-    check = f"_, test_set = task.data(parse_config({options}, task))\n"
+    before = "import torch\nfrom train_distributed import load_model, parse_config\n"
+    check = f"_, test_set = Images().data(parse_config({options}, Images()))\n"
     check += "print(logits.shape, torch.equal(image, test_set[0][0]))\n"
     out = run(work, sys.executable, "-c", before + code + check)
     assert out == "torch.Size([1, 3]) True\n"

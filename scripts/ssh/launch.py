@@ -55,6 +55,7 @@ exec "$python" scripts/{script}
 
 
 def main():
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # until record_signals()
     words = sys.argv[1:]
     if words[0] == "--connect":
         return connect_by_ssh(*words[1:])
@@ -63,10 +64,10 @@ def main():
     split = words.index("--")
     given = words[:split]
     way = Ssh()
-    if given[0] == "--pdsh":
+    if given[:1] == ["--pdsh"]:
         way = Pdsh()
         given = given[1:]
-    elif given[0] == "--pbs":
+    elif given == ["--pbs"]:
         way = Pbs()
         given = list(dict.fromkeys(slots_of_job()))
     config = words[split + 1]
@@ -138,7 +139,10 @@ class Ssh:
         return lost
 
     def start(self, hosts, path, _directory):
-        """Start a process for each host, which connects it to the socket. Returns [(name, it)]."""
+        """Start a process for each host, which connects it to the socket.
+
+        Returns [(name, process)].
+        """
         starters = []
         for rank, host in enumerate(hosts):
             output = None if rank == 0 else subprocess.DEVNULL  # all of it is in log_of(host)
@@ -159,7 +163,7 @@ class Ssh:
 
 
 class Pdsh(Ssh):
-    """pdsh starts and shows them all."""
+    """One pdsh starts all, and shows their output."""
 
     programs = ["ssh", "pdsh"]
 
@@ -296,7 +300,7 @@ class Node:
 def run(nodes, way):
     """Run until all nodes have exited. Returns the exit code."""
     wakeup_read, wakeup_write = socket.socketpair()
-    signals = record_signals(wakeup_write)
+    signals, quits = record_signals(wakeup_write)
     failed = None  # (name, exit code) of the first node that failed
     killed = False  # by a second Ctrl-C, or at the end of the job
     word = None  # the last one sent to the nodes, but for "quit"
@@ -315,8 +319,8 @@ def run(nodes, way):
                 node.poll()
             if failed is None:
                 failed = find_failure(nodes, starters)
-            while signal.SIGQUIT in signals:
-                signals.remove(signal.SIGQUIT)
+            while quits:
+                quits.pop()
                 send("quit", nodes)
             killed = way.is_over() or signal.SIGINT in signals[1:]
             if word != "end" and (failed or killed):
@@ -339,22 +343,30 @@ def run(nodes, way):
 
 
 def record_signals(wakeup):
-    """From now on, append each signal to the list returned, and write to the socket."""
+    """From now on, append each stop signal and each SIGQUIT to the two lists returned.
+
+    And write to the socket.
+    """
     signals = []
+    quits = []
 
     def on_signal(number, _frame):
         signals.append(number)
 
+    def on_quit(number, _frame):
+        quits.append(number)
+
     def on_exit_of_a_starter(_number, _frame):
         pass  # without a handler, it would not write to the socket
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, on_signal)
+    signal.signal(signal.SIGQUIT, on_quit)
     signal.signal(signal.SIGCHLD, on_exit_of_a_starter)
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno())  # ends wait()
-    return signals
+    return signals, quits
 
 
 def listen(path, count):

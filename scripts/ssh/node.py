@@ -106,9 +106,11 @@ class Files:
         time.sleep(0.5)
         if not os.path.isdir(self.directory):
             return b"gone"
-        if self.read("quit"):
-            os.remove(self.path("quit"))
-            return b"quit\n"
+        word = self.read("quit")
+        if word:
+            with suppress(OSError):  # the launcher has just exited
+                os.remove(self.path("quit"))
+            return word
         return self.read("word") or b""
 
 
@@ -151,6 +153,7 @@ def record_signals():
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher sends a word instead
     return signals
 
 
