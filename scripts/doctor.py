@@ -153,9 +153,7 @@ class Rank:
         self.rank = world["RANK"]
         self.local_rank = world["LOCAL_RANK"]
         self.size = world["WORLD_SIZE"]
-        self.began = time.monotonic()
         self.doing = ""
-        self.is_done = False
         self.findings: list[Finding] = []
         self.master = f"{os.environ['MASTER_ADDR']}:{world['MASTER_PORT']}"
 
@@ -164,45 +162,34 @@ class Rank:
         signal.alarm(120)  # in case anything hangs
         stdout = os.dup(1)
         os.dup2(2, 1)  # where the gloo of PyTorch 2.8 and 2.9 would print
+        failed = False
         try:
             self.check_machine()
-            self.info = self.describe()
-            if self.meet():
-                self.check_job()
+            self.meet()
+            self.check_job()
         except Exception as error:
+            failed = True
             text = f"rank {self.rank} on {HOST} failed while {self.doing}: {first_line(error)}"
-            self.add("FAIL", "doctor", text, "see its log")
+            self.add("FAIL", "doctor", text, "see its log, and docs/TROUBLESHOOTING.md")
         os.dup2(stdout, 1)
         if self.rank == 0:
-            failed = self.report_all()
-        else:
-            failed = not self.is_done
-            if failed:
-                self.report_alone()
+            self.findings += node_check.attempt(
+                node_check.data, self.args.dataset, self.args.data_dir
+            )
+            failed = print_findings(merge(self.findings), self.args.json) == 2
+        elif failed:
+            self.report_alone()
         os._exit(2 if failed else 0)  # even if a thread still hangs
 
     def check_machine(self) -> None:
-        """The first rank of each node runs all checks. Ranks other than 0 keep only problems."""
-        self.doing = "importing PyTorch"
-        with suppress(ImportError):  # node_check.software() reports it
-            import torch  # noqa: F401
+        """The first rank of each node checks it. Ranks other than 0 keep only problems."""
         self.doing = "checking its machine"
-        findings = node_check.attempt(node_check.cores)
-        if self.local_rank == 0:
-            findings = node_check.check_machine(self.args.checkpoint_dir)
-        for finding in findings:
+        if self.local_rank != 0:
+            return
+        for finding in node_check.check_machine(self.args.checkpoint_dir):
             finding.where = HOST
             if finding.level != "OK" or self.rank == 0:
                 self.findings.append(finding)
-
-    def report_all(self) -> bool:
-        """Rank 0: report the findings of all ranks. Returns whether there is a failure."""
-        self.findings += node_check.attempt(node_check.data, self.args.dataset, self.args.data_dir)
-        if print_findings(merge(self.findings), self.args.json) != 2:
-            return False
-        worst = next(finding for finding in self.findings if finding.level == "FAIL")
-        report.write_failure("configuration", f"{worst.check}: {worst.observed}", 0)
-        return True
 
     def report_alone(self) -> None:
         """Print findings that did not reach rank 0.
@@ -211,7 +198,7 @@ class Rank:
         """
         text = "".join(f"{finding}\n" for finding in self.findings)
         os.write(2, text.encode())
-        time.sleep(max(0.0, self.began + 50 - time.monotonic()))
+        time.sleep(30)
 
     def add(self, level: str, check: str, text: str, remedy: str = "", **fields) -> None:
         self.findings.append(Finding(level, check, text, remedy, **fields))
@@ -236,6 +223,7 @@ class Rank:
 
     def describe(self) -> dict:
         """The rank info to compare: "same" must be equal, "alike" should be equal."""
+        self.doing = "importing PyTorch"
         info = guard.rank_info(self.world, ["train_distributed.py", *sys.argv[1:]])
         import torch
 
@@ -261,23 +249,16 @@ class Rank:
             info["findings"] = [asdict(finding) for finding in self.findings]
         return info
 
-    def meet(self) -> bool:
-        """Connect to the store on the master. Returns whether that worked."""
-        self.doing = f"connecting to {self.master}"
-        try:
-            # PyTorch would retry an unknown name for minutes.
-            socket.getaddrinfo(os.environ["MASTER_ADDR"], self.world["MASTER_PORT"])
-            opening = ThreadPoolExecutor().submit(guard.open_store, self.world, MEET_SECONDS)
-            self.store = opening.result(MEET_SECONDS + 5)
-        except Exception as error:
-            why = store_problem(error)
-            text = f"rank {self.rank} on {HOST} cannot open the store at {self.master}: {why}"
-            remedy = "check MASTER_ADDR (an address of rank 0), the port, and any firewall"
-            self.add("FAIL", "ranks", text, remedy)
-            return False
+    def meet(self) -> None:
+        """Connect to the store on the master, and send the rank info."""
+        self.info = self.describe()
+        self.doing = f"connecting to the store of rank 0 at {self.master}"
+        # PyTorch would retry an unknown name for minutes.
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], self.world["MASTER_PORT"])
+        opening = ThreadPoolExecutor().submit(guard.open_store, self.world, MEET_SECONDS)
+        self.store = opening.result(MEET_SECONDS + 5)  # another program may listen there
         self.set(f"info {self.rank}", self.info)
         self.doing = "waiting for rank 0"
-        return True
 
     def check_job(self) -> None:
         """The checks that need several ranks. Collective: every rank with a store."""
@@ -288,9 +269,7 @@ class Rank:
             self.set("infos", infos)
         infos = self.get("infos", 2 * MEET_SECONDS + 10)
         if infos is None or infos[self.rank] is None:
-            text = f"rank {self.rank} on {HOST} was too late: rank 0 had stopped waiting"
-            self.add("FAIL", "ranks", text, "see the log of rank 0")
-            return
+            raise TimeoutError("rank 0 had stopped waiting")
         self.hosts = report.ranks_by_host(infos)
         self.leaders = {ranks[0]: host for host, ranks in self.hosts.items()}
         if self.rank in self.leaders:
@@ -307,7 +286,6 @@ class Rank:
             self.set("done", True)
         with suppress(Exception):  # rank 0 is the store's server and may exit first
             self.get("done", 30)
-        self.is_done = True
 
     def compare_ranks(self, infos: list[dict | None]) -> None:
         """Report which ranks are missing and which differ."""
@@ -477,19 +455,7 @@ def merge(findings: list[Finding]) -> list[Finding]:
     return list(merged.values())
 
 
-# --------------------------------------------------------------------------- store, directories
-
-
-def store_problem(error: Exception) -> str:
-    """Why guard.open_store() has failed."""
-    text = str(error).split("\n")[0]
-    if not text:  # open_store() did not return in time
-        return "another program answers there"
-    if "timed out" in text:
-        return "no answer"
-    if "EADDRINUSE" in text:
-        return "the port is in use"
-    return text
+# ------------------------------------------------------------------------------- directories
 
 
 def directory_finding(directory: Path, file: str) -> Finding:

@@ -285,8 +285,8 @@ def attempt(check, *arguments) -> list[Finding]:
 
 
 def first_line(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}".strip()
-    return text.split("\n")[0][:200]
+    text = f"{type(error).__name__}: {error}".split("\n")[0]
+    return text[:200].rstrip(": ")
 
 
 # ---- software, GPUs

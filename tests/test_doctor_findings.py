@@ -309,7 +309,7 @@ doctor.Rank.report_alone = lambda self: doctor.print_findings(self.findings, Tru
         port = server.getsockname()[1]
         where = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": None}
         (line,) = nodes(code, 1, RANK=1, WORLD_SIZE=2, **where)
-    assert f"cannot open the store at 127.0.0.1:{port}: another program answers there" in line
+    assert f"connecting to the store of rank 0 at 127.0.0.1:{port}: TimeoutError" in line
 
 
 def test_the_rank_whose_gpu_differs_from_most_of_its_model_is_named():
