@@ -244,9 +244,7 @@ class Rank:
             "number of cores per rank": node_check.count_cores(),
             "number of ranks per node": self.world["LOCAL_WORLD_SIZE"],
         }
-        info["findings"] = []
-        if self.rank != 0:
-            info["findings"] = [asdict(finding) for finding in self.findings]
+        info["findings"] = [asdict(finding) for finding in self.findings]
         return info
 
     def meet(self) -> None:
@@ -289,38 +287,28 @@ class Rank:
 
     def compare_ranks(self, infos: list[dict | None]) -> None:
         """Report which ranks are missing and which differ."""
-        for rank, info in enumerate(infos):
-            if info is None:
-                self.add_missing(rank)
-        if None not in infos:
-            hosts = ", ".join(report.ranks_by_host(infos))
+        missing = [rank for rank, info in enumerate(infos) if info is None]
+        hosts = ", ".join(report.ranks_by_host(infos))
+        if missing:
+            ranks = report.format_ranges(missing)
+            text = f"{ranks} of {self.size} did not answer within {MEET_SECONDS} s"
+            remedy = f"see their logs, and check that their hosts reach {self.master}"
+            self.add("FAIL", "ranks", f"{text}; the others are on {hosts}", remedy)
+        else:
             self.add("OK", "ranks", f"all {self.size} are here, on {hosts}")
-        alike = []  # what should be equal, in the form that find_differences() compares
-        for info in infos:
-            if info is None:
-                alike.append(None)
-                continue
-            self.findings += [Finding(**fields) for fields in info["findings"]]
-            alike.append(info | {"same": info["alike"]})
-        different = list(guard.find_differences(infos))
+        for info in infos[1:]:
+            if info:
+                self.findings += [Finding(**fields) for fields in info["findings"]]
+        different = list(guard.find_differences(infos, "same"))
         for text in different:
-            remedy = "all nodes need the same software"
-            self.add("FAIL", "same everywhere", text, remedy)
-        for text in guard.find_differences(alike):
+            self.add("FAIL", "same everywhere", text, "all nodes need the same software")
+        for text in guard.find_differences(infos, "alike"):
             remedy = "all ranks wait for the slowest: ask for the same on each node"
             self.add("WARN", "same everywhere", text, remedy)
         if not different:
             same = infos[0]["same"]
             text = ", ".join(f"{what} {value}" for what, value in same.items())
             self.add("OK", "same everywhere", text)
-
-    def add_missing(self, rank: int) -> None:
-        hosts = guard.hosts_of_job(os.environ)
-        node_rank = rank // self.world["LOCAL_WORLD_SIZE"]
-        host = hosts[node_rank] if node_rank < len(hosts) else f"node rank {node_rank}"
-        text = f"rank {rank} on {host} did not answer within {MEET_SECONDS} s"
-        remedy = f"see its log, and check that its host reaches {self.master}"
-        self.add("FAIL", "ranks", text, remedy)
 
     # ---- between nodes
 

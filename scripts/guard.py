@@ -486,14 +486,14 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
             f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
             f"see their logs, or raise RANK_TIMEOUT (ranks that started: {', '.join(started)})"
         )
-    return next(find_differences(infos), "")
+    return next(find_differences(infos, "same"), "")
 
 
-def find_differences(infos: list[dict | None]):
-    """Yield a sentence for each difference in software."""
-    facts = {fact for info in infos if info for fact in info["same"]}
+def find_differences(infos: list[dict | None], group: str):
+    """Yield a sentence for each difference in a group of facts, such as "same"."""
+    facts = {fact for info in infos if info for fact in info[group]}
     for fact in sorted(facts):
-        values = [info["same"].get(fact, "missing") if info else None for info in infos]
+        values = [info[group].get(fact, "missing") if info else None for info in infos]
         for value in dict.fromkeys(values):
             if value in (None, values[0]):
                 continue
