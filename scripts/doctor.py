@@ -271,7 +271,6 @@ class Rank:
         self.hosts = report.ranks_by_host(infos)
         self.leaders = {ranks[0]: host for host, ranks in self.hosts.items()}
         if self.rank in self.leaders:
-            self.compare_nodes()
             self.check_network(infos)
         if None not in infos and self.size > 1:
             guard.choose_interface(infos, self.info)
@@ -280,6 +279,8 @@ class Rank:
                 self.set("reduce", True)  # start together, because its time is limited
             self.get("reduce", 60)
             self.check_all_reduce()
+        if self.rank in self.leaders:
+            self.compare_nodes()
         if self.rank == 0:
             self.set("done", True)
         with suppress(Exception):  # rank 0 is the store's server and may exit first
@@ -315,20 +316,21 @@ class Rank:
     def compare_nodes(self) -> None:
         """Whether they share the run directory: rank 0 sends the name of a file it created."""
         self.doing = "comparing run directories"
-        directory = Path(self.args.checkpoint_dir).absolute()
         if self.rank != 0:
-            finding = directory_finding(directory, self.get("file", 15) or "")
-            self.set(f"found {self.rank}", asdict(finding))
+            file = self.get("file", 15) or ""
+            self.set(f"found {self.rank}", appears(file))
             return
-        file = existing(directory) / f".doctor_{time.time_ns()}"  # NFS caches names
-        with suppress(OSError):  # node_check.disks() reports it
-            file.touch()
-        self.set("file", str(file))
-        for found in self.gather("found", self.leaders.keys() - {0}, 15).values():
-            if found is not None:
-                self.findings.append(Finding(**found))
-        with suppress(OSError):
-            file.unlink()
+        directory = existing(Path(self.args.checkpoint_dir))
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor_") as file:
+            self.set("file", file.name)
+            answers = self.gather("found", self.leaders.keys() - {0}, 15)
+        others = [self.leaders[rank] for rank, has_found in answers.items() if not has_found]
+        if others:
+            text = f"{directory} is not the directory that rank 0 has"
+            remedy = "put --checkpoint-dir on a file system that all nodes share"
+            self.add("FAIL", "run directory", text, remedy, where=", ".join(others))
+        else:
+            self.add("OK", "run directory", f"{directory} is the same on all nodes")
 
     def check_network(self, infos: list[dict]) -> None:
         """Each node connects to each other node."""
@@ -438,31 +440,18 @@ def merge(findings: list[Finding]) -> list[Finding]:
     for finding in findings:
         key = (finding.level, finding.check, finding.observed)
         first = merged.setdefault(key, finding)
-        if finding.where not in first.where.split(", "):
+        if first is not finding:
             first.where += f", {finding.where}"
     return list(merged.values())
 
 
-# ------------------------------------------------------------------------------- directories
-
-
-def directory_finding(directory: Path, file: str) -> Finding:
-    """file: what rank 0 has created in its run directory."""
-    if appears(file, 10):
-        return Finding("OK", "run directory", f"{directory} is shared with rank 0", "", HOST)
-    text = f"{directory} is not the directory that rank 0 has"
-    remedy = "put --checkpoint-dir on a file system that all nodes share"
-    return Finding("FAIL", "run directory", text, remedy, HOST)
-
-
-def appears(file: str, seconds: float) -> bool:
-    """Whether the file exists before the time is over."""
-    deadline = time.monotonic() + seconds
-    while not os.path.exists(file):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def appears(file: str) -> bool:
+    """Whether the file exists within ten seconds."""
+    for _ in range(100):
+        if os.path.exists(file):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 # ---------------------------------------------------------------------------------- network

@@ -270,16 +270,16 @@ def test_two_healthy_nodes_of_which_a_library_prints_something(nodes):
 def test_the_faults_of_one_node_are_named(nodes):
     code = """if rank == 1:
         torch.__version__ = type(torch.__version__)("2.9.1")
-        doctor.appears = lambda file, seconds: False  # the run directory is not shared
+        doctor.appears = lambda file: False  # the run directory is not shared
         doctor.Rank.start_server = lambda self, infos: ("127.0.0.1", 1)
         torch.Tensor.__matmul__ = lambda left, right: torch.matmul(left, right) + 1e-9
     """
     found = nodes(code)
     starts = [
         "FAIL same everywhere  PyTorch differs: 2.9.1 for rank 1 on node02, ",
-        "FAIL run directory node02 ",
         "FAIL network node01 cannot connect to node02: [Errno 111] Connection refused",
         "FAIL matrix product  rank 1 on node02 computes other bits than rank 0 on node01",
+        "FAIL run directory node02 ",
     ]
     assert len(found) == len(starts), found
     assert all(line.startswith(start) for line, start in zip(found, starts)), found
