@@ -334,28 +334,26 @@ class Rank:
 
     def check_network(self, infos: list[dict]) -> None:
         """Each node connects to each other node."""
+        self.doing = "connecting to the other nodes"
         self.set(f"address {self.rank}", self.start_server(infos))
         addresses = self.gather("address", self.leaders, 15)
         del addresses[self.rank]
-        self.doing = "connecting to the other nodes"
+        hosts = [self.leaders[rank] for rank in addresses]
         with ThreadPoolExecutor(32) as pool:
-            results = pool.map(reach, addresses.values())
-            self.set(f"reached {self.rank}", dict(zip(addresses, results)))
+            results = pool.map(reach, hosts, addresses.values())
+            self.set(f"reached {self.rank}", list(results))
         if self.rank == 0 and addresses:
             reached = self.gather("reached", self.leaders, 5 * CONNECT_SECONDS)
             self.findings += network_findings(reached, self.leaders)
 
     def start_server(self, infos: list[dict]) -> tuple[str, int]:
         """Accept the connections of the other nodes. Returns the address and port."""
-        other = os.environ["MASTER_ADDR"]
-        if self.rank == 0:
-            last = list(self.leaders)[-1]
-            other = infos[last]["address"]
-        family = socket.AF_INET6 if ":" in self.info["address"] else socket.AF_INET
-        server = socket.create_server(("", 0), family=family)
+        last = list(self.leaders)[-1]  # not rank 0, whose address may be one of the loopback
+        address = guard.address_towards(infos[last]["address"])
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, 0), family=family)
         Thread(target=accept_all, args=[server], daemon=True).start()
-        port = server.getsockname()[1]
-        return guard.address_towards(other), port
+        return server.getsockname()[:2]
 
     # ---- all ranks
 
@@ -463,10 +461,10 @@ def accept_all(server: socket.socket) -> None:
         connection.close()
 
 
-def reach(address: list | None) -> dict:
-    """{"milliseconds": the shortest time to connect to that node}, or {"error": why it fails}"""
+def reach(host: str, address: list | None) -> tuple[str, float, str]:
+    """(host, shortest milliseconds to connect to it, why that fails or "")"""
     if address is None:
-        return {"error": "it has sent no address"}
+        return host, 0, "it has sent no address"
     times = []
     try:
         for _ in range(5):
@@ -474,37 +472,33 @@ def reach(address: list | None) -> dict:
             socket.create_connection(tuple(address), timeout=CONNECT_SECONDS).close()
             times.append(time.perf_counter() - began)
     except OSError as error:
-        return {"error": str(error)}
-    return {"milliseconds": 1000 * min(times)}
+        return host, 0, str(error)
+    return host, 1000 * min(times), ""
 
 
-def network_findings(reached: dict[int, dict | None], names: dict[int, str]):
-    """reached: {sender: {receiver: of reach()}}, None without an answer; names: hosts of ranks"""
-    times = {}  # {(sender, receiver): milliseconds}
-    is_complete = True
+def network_findings(reached: dict[int, dict | None], names: dict[int, str]) -> list[Finding]:
+    """reached: {sender: its results of reach(), or None}; names: hosts of the senders"""
+    times = []  # (milliseconds, sender, receiver)
+    failures = []
     for sender, results in reached.items():
+        where = names[sender]
         if results is None:
-            is_complete = False
-            yield Finding("FAIL", "network", "has sent no results", "see its log", names[sender])
+            failures.append(Finding("FAIL", "network", "has sent no results", "see its log", where))
             continue
-        for key, result in results.items():
-            receiver = int(key)  # a string in JSON
-            if "error" not in result:
-                times[sender, receiver] = result["milliseconds"]
-                continue
-            is_complete = False
-            text = f"cannot connect to {names[receiver]}: {result['error']}"
-            remedy = "gloo and NCCL use any free port: allow all ports between the nodes"
-            yield Finding("FAIL", "network", text, remedy, names[sender])
-    longest = max(times, key=times.get, default=None)
-    if longest and times[longest] > 10:
-        sender, receiver = longest
-        text = f"it takes {times[longest]:.0f} ms to connect to {names[receiver]}"
-        remedy = "check its route (`ip route get ADDRESS`), or exclude the node"
-        yield Finding("WARN", "network", text, remedy, names[sender])
-    elif is_complete:
-        text = f"each node connects to each other node by TCP in {times[longest]:.2f} ms or less"
-        yield Finding("OK", "network", text)
+        for receiver, milliseconds, error in results:
+            times.append((milliseconds, where, receiver))
+            if error:
+                text = f"cannot connect to {receiver}: {error}"
+                remedy = "gloo and NCCL use any free port: allow all ports between the nodes"
+                failures.append(Finding("FAIL", "network", text, remedy, where))
+    if failures:
+        return failures
+    longest, where, receiver = max(times)
+    text = f"each node connects to each other node by TCP in {longest:.2f} ms or less"
+    if longest > 10:
+        remedy = f"check the route from {where} to {receiver} (`ip route get ADDRESS`)"
+        return [Finding("WARN", "network", text, remedy)]
+    return [Finding("OK", "network", text)]
 
 
 # ---------------------------------------------------------------------------- matrix product

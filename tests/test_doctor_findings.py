@@ -326,8 +326,9 @@ def test_the_rank_whose_gpu_differs_from_most_of_its_model_is_named():
 
 
 def test_a_long_way_to_a_node_is_named():
-    near = {"milliseconds": 0.1}
-    reached = {0: {"1": near, "2": near}, 1: {"0": near, "2": {"milliseconds": 40.0}}, 2: None}
-    missing, far = doctor.network_findings(reached, {0: "a", 1: "b", 2: "c"})
-    assert (missing.level, missing.where) == ("FAIL", "c")
-    assert (far.level, far.where) == ("WARN", "b") and "40 ms to connect to c" in far.observed
+    names = {0: "a", 1: "b"}
+    reached = {0: [("b", 0.1, "")], 1: [("a", 40.0, "")]}
+    (far,) = doctor.network_findings(reached, names)
+    assert far.level == "WARN" and "in 40.00 ms or less: check the route from b to a" in str(far)
+    (missing,) = doctor.network_findings(reached | {1: None}, names)
+    assert (missing.level, missing.where) == ("FAIL", "b")
