@@ -155,6 +155,7 @@ class Rank:
         self.size = world["WORLD_SIZE"]
         self.doing = ""
         self.findings: list[Finding] = []
+        self.nccl_log = Path(tempfile.gettempdir(), f"doctor_nccl_{os.getpid()}")
         self.master = f"{os.environ['MASTER_ADDR']}:{world['MASTER_PORT']}"
 
     def run(self) -> None:
@@ -360,11 +361,7 @@ class Rank:
     def check_products(self, infos: list[dict]) -> None:
         """Compare the bits of one matrix product over all ranks."""
         self.doing = "multiplying matrices"
-        try:
-            result = ThreadPoolExecutor().submit(multiply, self.device).result(PRODUCT_SECONDS)
-        except Exception as error:
-            result = {"error": first_line(error)}
-        self.set(f"product {self.rank}", result)
+        self.set(f"product {self.rank}", run_limited(PRODUCT_SECONDS, multiply, self.device))
         if self.rank == 0:
             products = self.gather("product", range(self.size), PRODUCT_SECONDS)
             names = [f"rank {rank} on {info['host']}" for rank, info in enumerate(infos)]
@@ -373,13 +370,11 @@ class Rank:
     def check_all_reduce(self) -> None:
         self.doing = "in the all_reduce"
         seconds = REDUCE_SECONDS + self.size / 32
-        try:
-            timing = ThreadPoolExecutor().submit(self.time_all_reduces)
-            outcome = timing.result(seconds)
-        except Exception as error:
-            text = str(error).strip().split("\n")[-1][:200]
-            outcome = {"error": text or f"no result after {seconds:.0f} s"}
-        log = read_nccl_log()
+        outcome = run_limited(seconds, self.time_all_reduces)
+        log = ""
+        if self.nccl_log.exists():
+            log = self.nccl_log.read_text(errors="replace")
+            self.nccl_log.unlink()
         outcome["links"] = nccl_links(log)
         warnings = re.findall(r"NCCL WARN (.*)", log)
         if "error" in outcome and warnings:
@@ -390,27 +385,22 @@ class Rank:
             self.findings.append(reduce_finding(outcomes))
 
     def time_all_reduces(self) -> dict:
-        """{"seconds": {"all BYTES" or "node BYTES": seconds}, "local": ranks per node, "ranks"}"""
+        """{"speed": of the all_reduce over all ranks, and over those of a node}"""
         import torch
         import torch.distributed as dist
 
-        large = 64 << 20 if self.device.type == "cuda" else 4 << 20
-        sizes = [8 << 10, large]
         self.init_process_group()
         total = torch.tensor(float(self.rank + 1), device=self.device)
         dist.all_reduce(total)
         if total.item() != self.size * (self.size + 1) / 2:
             raise RuntimeError(f"the sum is wrong: {total.item()}")
-        groups = {"all": dist.group.WORLD}
+        text = f"{self.size} ranks: {measure_speed(dist.group.WORLD, self.device)}"
         nodes = list(self.hosts.values())
-        if len(nodes) > 1 and len(nodes[0]) > 1:
+        count = len(nodes[0])
+        if len(nodes) > 1 and count > 1:
             own_group, _ = dist.new_subgroups_by_enumeration(nodes)
-            groups["node"] = own_group
-        seconds = {}
-        for name, group in groups.items():
-            for size in sizes:
-                seconds[f"{name} {size}"] = time_all_reduce(group, size, self.device)
-        return {"seconds": seconds, "local": len(nodes[0]), "ranks": self.size}
+            text += f"; {count} ranks of a node: {measure_speed(own_group, self.device)}"
+        return {"speed": text}
 
     def init_process_group(self) -> None:
         import torch
@@ -420,7 +410,7 @@ class Rank:
         if is_cuda:
             torch.cuda.set_device(self.device)
             os.environ["NCCL_DEBUG"] = "INFO"
-            os.environ["NCCL_DEBUG_FILE"] = str(nccl_log())
+            os.environ["NCCL_DEBUG_FILE"] = str(self.nccl_log)
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # it would kill this process
         dist.init_process_group(
             self.backend,
@@ -430,6 +420,14 @@ class Rank:
             timeout=timedelta(seconds=REDUCE_SECONDS),
             device_id=self.device if is_cuda else None,
         )
+
+
+def run_limited(seconds: float, function, *arguments) -> dict:
+    """What it returns, or {"error"}. If a GPU or NCCL hangs, its thread goes on."""
+    try:
+        return ThreadPoolExecutor().submit(function, *arguments).result(seconds)
+    except Exception as error:
+        return {"error": first_line(error)}
 
 
 def merge(findings: list[Finding]) -> list[Finding]:
@@ -555,6 +553,18 @@ def product_findings(products: dict[int, dict | None], names: list[str]):
 # -------------------------------------------------------------------------------- all_reduce
 
 
+def measure_speed(group, device) -> str:
+    """The latency and bandwidth of an all_reduce."""
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size(group)
+    large = 64 << 20 if device.type == "cuda" else 4 << 20
+    latency = time_all_reduce(group, 8 << 10, device)
+    duration = time_all_reduce(group, large, device)
+    bus = large / duration * 2 * (ranks - 1) / ranks / 1e9  # as nccl-tests define it
+    return f"8 KiB in {1e6 * latency:.0f} us, {large >> 20} MiB at {bus:.2f} GB/s (bus)"
+
+
 def time_all_reduce(group, size: int, device) -> float:
     """Median seconds of an all_reduce of `size` bytes."""
     import torch
@@ -562,31 +572,13 @@ def time_all_reduce(group, size: int, device) -> float:
 
     data = torch.ones(size // 4, device=device)
     times = []
-    slowest = torch.zeros(1, device=device)
-    dist.all_reduce(data, group=group)  # the first one sets up NCCL's connections
-    while len(times) < 7 and slowest.item() < 0.5:
-        data.fill_(1)
+    for _ in range(6):
         data[0].item()  # waits for the GPU
         began = time.perf_counter()
         dist.all_reduce(data, group=group)
         data[0].item()
         times.append(time.perf_counter() - began)
-        if len(times) == 1:
-            slowest += times[0]
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group)  # all must repeat equally often
-    return statistics.median(times)
-
-
-def nccl_log() -> Path:
-    return Path(tempfile.gettempdir(), f"doctor_nccl_{os.getpid()}")
-
-
-def read_nccl_log() -> str:
-    """The log of this process, which is then deleted; "" if there is none."""
-    file = nccl_log()
-    text = file.read_text(errors="replace") if file.exists() else ""
-    file.unlink(missing_ok=True)
-    return text
+    return statistics.median(times[1:])  # the first one sets up NCCL's connections
 
 
 def nccl_links(log: str) -> list[str]:
@@ -603,7 +595,7 @@ def nccl_links(log: str) -> list[str]:
 
 
 def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
-    """outcomes: by rank, the result of time_all_reduces() or {"error"}, and its "links"."""
+    """outcomes: by rank, {"speed"} or {"error"}, and the "links" of NCCL"""
     errors: dict[str, list[int]] = {}
     for rank, outcome in outcomes.items():
         outcome = outcome or {"error": "no answer"}
@@ -616,30 +608,11 @@ def reduce_finding(outcomes: dict[int, dict | None]) -> Finding:
         ]
         remedy = "search docs/TROUBLESHOOTING.md for this; see also the findings on the network"
         return Finding("FAIL", "all_reduce", "; ".join(texts), remedy)
-    measured = outcomes[0]
+    text = outcomes[0]["speed"]
     links = {link for outcome in outcomes.values() for link in outcome["links"]}
-    measured["links"] = sorted(links)
-    text = speed_text(measured["seconds"], "all", measured["ranks"])
-    if any(key.startswith("node ") for key in measured["seconds"]):
-        text += "; " + speed_text(measured["seconds"], "node", measured["local"])
     if links:
-        text += f"; over {', '.join(measured['links'])}"
-    return Finding("OK", "all_reduce", text, data=measured)
-
-
-def speed_text(seconds: dict[str, float], group: str, ranks: int) -> str:
-    """One sentence on the speed of a group. seconds: of time_all_reduces()"""
-    times = []
-    for key, value in seconds.items():
-        name, size = key.split()
-        if name == group:
-            times.append((int(size), value))
-    small, latency = times[0]
-    large, duration = times[1]
-    bus = large / duration * 2 * (ranks - 1) / ranks / 1e9  # as nccl-tests define it
-    text = f"{ranks} ranks of a node" if group == "node" else f"{ranks} ranks"
-    text += f": {small >> 10} KiB in {1e6 * latency:.0f} us"
-    return f"{text}, {large >> 20} MiB at {bus:.2f} GB/s (bus)"
+        text += f"; over {', '.join(sorted(links))}"
+    return Finding("OK", "all_reduce", text)
 
 
 if __name__ == "__main__":

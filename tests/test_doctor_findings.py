@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -230,9 +231,8 @@ def test_in_a_launch_a_warning_is_no_failure_and_any_option_is_accepted(tmp_path
     assert result.returncode == 0, result.stderr
     findings = json.loads(result.stdout)
     assert any("NCCL_P2P_DISABLE" in line for line in problems(findings))
-    (measured,) = [f["data"] for f in findings if f["check"] == "all_reduce"]
-    assert (measured["ranks"], measured["local"]) == (2, 2)
-    assert list(measured["seconds"]) == ["all 8192", "all 4194304"]
+    (speed,) = [f["observed"] for f in findings if f["check"] == "all_reduce"]
+    assert re.fullmatch(r"2 ranks: 8 KiB in \d+ us, 4 MiB at \d+\.\d\d GB/s \(bus\)", speed)
 
 
 BEFORE = f"""
