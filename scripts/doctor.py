@@ -20,8 +20,6 @@ In a launch it replaces the training script, so it accepts all options. It uses 
 """
 
 import argparse
-import ctypes
-import hashlib
 import json
 import os
 import platform
@@ -33,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -503,7 +500,7 @@ def network_findings(reached: dict[int, dict | None], names: dict[int, str]) -> 
 
 
 def multiply(device) -> dict:
-    """{"model", "bits": a hash of a product, the same on all GPUs of that model}
+    """{"model", "bits": a checksum of a product, the same on all GPUs of that model}
 
     https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     """
@@ -522,15 +519,13 @@ def multiply(device) -> dict:
     left, right = numbers.to(device, dtype) / 1024
     product = left @ right
     is_stable = all(torch.equal(left @ right, product) for _ in range(100))
-    on_cpu = product.cpu()
-    content = ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes)
-    bits = hashlib.sha256(content).hexdigest() if is_stable else "other ones each time"
-    return {"model": model, "bits": bits}
+    bits = product.cpu().view(torch.int64).sum().item()
+    return {"model": model, "bits": bits if is_stable else "other ones each time"}
 
 
 def product_findings(products: dict[int, dict | None], names: list[str]):
     """products: by rank, of multiply() or {"error"}; names: of the ranks, with their hosts"""
-    models: dict[str, dict[int, str]] = {}  # {model: {rank: bits}}
+    models: dict[str, dict] = {}  # {model: {rank: bits}}
     for rank, product in products.items():
         product = product or {"error": "no answer"}
         if "error" in product:
@@ -539,7 +534,7 @@ def product_findings(products: dict[int, dict | None], names: list[str]):
         else:
             models.setdefault(product["model"], {})[rank] = product["bits"]
     for model, ranks in models.items():
-        usual, _ = Counter(ranks.values()).most_common(1)[0]
+        usual = statistics.mode(ranks.values())
         first = next(rank for rank in ranks if ranks[rank] == usual)
         different = [rank for rank in ranks if ranks[rank] != usual]
         for rank in different:
