@@ -322,7 +322,7 @@ class Rank:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor_") as file:
             self.set("file", file.name)
             answers = self.gather("found", self.leaders.keys() - {0}, 15)
-        others = [self.leaders[rank] for rank, has_found in answers.items() if not has_found]
+        others = [self.leaders[rank] for rank, answer in answers.items() if answer is False]
         if others:
             text = f"{directory} is not the directory that rank 0 has"
             remedy = "put --checkpoint-dir on a file system that all nodes share"
