@@ -44,7 +44,6 @@ import report
 from node_check import Finding, existing, first_line
 from report import HOST
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 MEET_SECONDS = 20  # for all ranks to connect to the store
 CONNECT_SECONDS = 4  # for one node to connect to another
 PRODUCT_SECONDS = 20  # for a matrix product
@@ -70,8 +69,12 @@ def main() -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(options, arguments of the training script). The command line overrides --config."""
-    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(prog="doctor.py", description=__doc__, **style)
+    parser = argparse.ArgumentParser(
+        prog="doctor.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--json", action="store_true", help="print the findings as JSON")
     add("--config", help="configuration file of the training")
@@ -90,18 +93,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def read_config(file: Path) -> dict:
-    """Those options of the doctor that the training's configuration file sets."""
-    options = {}
+    """The options that the training's configuration file sets; the doctor uses a few."""
     try:
         import yaml
 
         config = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        for name in ("checkpoint_dir", "data_dir", "dataset", "distributed_backend"):
-            if config.get(name):
-                options[name] = config[name]
+        return {name: value for name, value in config.items() if value}
     except Exception as error:
         node_check.refuse(f"cannot read --config {file}: {' '.join(str(error).split())}")
-    return options
+        return {}
 
 
 def print_findings(findings: list[Finding], as_json: bool) -> int:

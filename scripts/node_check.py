@@ -90,8 +90,12 @@ def check_launch(
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(prog="node_check.py", description=__doc__, **style)
+    parser = argparse.ArgumentParser(
+        prog="node_check.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--nnodes", type=int, default=1)
     add("--node-rank", type=int, default=0)
