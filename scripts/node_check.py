@@ -193,33 +193,19 @@ def check_storage(request: str) -> None:
 
 def check_gpus() -> list[Finding]:
     """gpus(). After a killed attempt, first wait for its GPU memory to be freed."""
-    patience = 0 if report.is_first_attempt() else MEMORY_SECONDS
-    deadline = time.monotonic() + patience
-    is_logged = False
-    while True:
-        findings = attempt(gpus)
-        held = [finding for finding in findings if is_own_memory(finding)]
-        if not held or time.monotonic() > deadline:
-            return findings
-        if not is_logged:
-            text = f"{PROGRAM}: {HOST}: waiting up to {MEMORY_SECONDS} s: {held[0].observed}"
-            report.say(text)
-            is_logged = True
+    findings = attempt(gpus)
+    if report.is_first_attempt() or not is_memory_used(findings):
+        return findings
+    report.say(f"{PROGRAM}: {HOST}: waiting up to {MEMORY_SECONDS} s for free GPU memory")
+    deadline = time.monotonic() + MEMORY_SECONDS
+    while is_memory_used(findings) and time.monotonic() < deadline:
         time.sleep(1)
+        findings = attempt(gpus)
+    return findings
 
 
-def is_own_memory(finding: Finding) -> bool:
-    """Whether GPU memory is in use, and not by processes of another user."""
-    if not finding.data:
-        return False
-    return not any(is_of_others(pid) for pid in finding.data["pids"])
-
-
-def is_of_others(pid: str) -> bool:
-    """Whether this is a process of another user. False if the process has exited."""
-    with suppress(OSError):
-        return os.stat(f"/proc/{pid}").st_uid != os.getuid()
-    return False
+def is_memory_used(findings: list[Finding]) -> bool:
+    return any(finding.check == "GPU memory" for finding in findings)
 
 
 def error_of(call, info: tuple) -> OSError | None:
@@ -258,7 +244,6 @@ class Finding:
     observed: str
     remedy: str = ""
     where: str = ""  # hosts; "": this machine or the whole job
-    data: dict | None = None  # numbers, for programs
 
     def __str__(self) -> str:
         text = self.observed
@@ -412,14 +397,14 @@ def gpu_problems(gpu: dict[str, str], processes: list[dict[str, str]]):
     if number(errors):
         text = f"GPU {index} has {errors} uncorrected memory errors"
         remedy = "exclude the node, and tell the administrators"
-        yield Finding("FAIL", "GPU memory", text, remedy)
+        yield Finding("FAIL", "GPUs", text, remedy)
     used = gpu["memory.used"]
     if number(used) > 1024:
         pids = [process["pid"] for process in processes if process["gpu_uuid"] == gpu["uuid"]]
         text = f"{used} of {gpu['memory.total']} MiB of GPU {index} are in use by process "
         text += ", ".join(pids) or "unknown"
         remedy = "if it is left over from your training, kill it"
-        yield Finding("WARN", "GPU memory", text, remedy, data={"pids": pids})
+        yield Finding("WARN", "GPU memory", text, remedy)
     limit = gpu["power.limit"]
     default = gpu["power.default_limit"]
     if number(limit) < 0.9 * number(default):

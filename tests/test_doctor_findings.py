@@ -163,7 +163,7 @@ def test_gpus_that_have_failed_or_are_in_use_are_named(gpu_findings):
     eight[5] |= USED
     lines = gpu_findings(eight, processes={"GPU-5": 4711})
     assert lines[0].startswith("FAIL GPUs GPU 3 has failed ([GPU is lost]): exclude the node, ")
-    assert lines[1].startswith("FAIL GPU memory GPU 5 has 2 uncorrected memory errors: ")
+    assert lines[1].startswith("FAIL GPUs GPU 5 has 2 uncorrected memory errors: ")
     assert "17012 of 143771 MiB of GPU 5 are in use by process 4711" in lines[2]
     assert "the power of GPU 5 is limited to 350.00 of 700.00 W" in lines[3]
     assert lines[4].startswith("OK GPUs 8 x NVIDIA H200, driver 999.1")
