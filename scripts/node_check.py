@@ -578,9 +578,7 @@ def cores():
     if threads > 1 and threads * ranks > found:
         excess = f"{ranks} x OMP_NUM_THREADS={threads:.0f} threads on {found} cores"
         yield Finding("WARN", "cores", excess, "unset it: cluster_train.sh divides the cores")
-    is_one_core = found == 1 and share > 1
-    is_two_threads = found == 2 and share > 7  # of one core
-    if is_one_core or is_two_threads:
+    if found <= 2 and share >= 8:  # one core, or its two threads
         text += f", but there are {share} for each rank"
         remedy = "srun --cpus-per-task=N (Slurm 22.05 and 23.02 do not pass it on from sbatch)"
         yield Finding("WARN", "cores", text, remedy)
