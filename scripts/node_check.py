@@ -611,9 +611,6 @@ HARMFUL = {  # variable: (harmful values, their effect)
     "NCCL_IB_DISABLE": ("1", "replaces InfiniBand with TCP"),
     "NCCL_NET_GDR_LEVEL": ("0|LOC", "disables transfers from the network to the GPU"),
     "NCCL_IB_GID_INDEX": (".+", "may be wrong on some nodes; NCCL finds the index"),
-    "NCCL_TREE_THRESHOLD": (".+", "has no effect since NCCL 2.5"),
-    "NCCL_BLOCKING_WAIT": ("1", "is an old name; collectives have time limits by default"),
-    "NCCL_ASYNC_ERROR_HANDLING": (".+", "is an old name of TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "makes each collective wait for the GPU"),
     "CUDA_LAUNCH_BLOCKING": ("1", "makes each kernel wait for the previous one"),
     "NCCL_DEBUG": ("INFO|TRACE", "writes megabytes of log per rank"),
@@ -626,18 +623,11 @@ HARMFUL = {  # variable: (harmful values, their effect)
 def environment() -> list[Finding]:
     """Variables that slow the training down or break it."""
     findings = []
-    is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     for name, (values, effect) in HARMFUL.items():
-        if is_debug and name.endswith("DEBUG"):  # set by cluster_train.sh
-            continue
         value = os.environ.get(name, "")
         if re.fullmatch(values, value):
             findings.append(Finding("WARN", "environment", f"{name}={value} {effect}", "unset it"))
-    interfaces = {name for _, name in socket.if_nameindex()}
-    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-        if name and name[0] != "^" and name not in interfaces:
-            text = f"GLOO_SOCKET_IFNAME={name}, but there are only {', '.join(sorted(interfaces))}"
-            findings.append(Finding("FAIL", "environment", text, "unset it"))
+
     return findings or [Finding("OK", "environment", "no harmful variables")]
 
 
