@@ -263,14 +263,12 @@ def check_machine(run_directory: str) -> list[Finding]:
 
 
 def attempt(check, *arguments) -> list[Finding]:
-    """Run a check. If the check itself crashes, report that, so that the others still run."""
+    """Run a check. If the check itself fails, report that, so that the others still run."""
     try:
         return list(check(*arguments))
-    except ModuleNotFoundError:  # software() reports it
-        return []
     except Exception as error:
-        text = f"{check.__name__}() failed ({first_line(error)})"
-        return [Finding("WARN", "checks", text, "check that by hand")]
+        text = f"the check failed ({first_line(error)})"
+        return [Finding("WARN", check.__name__, text, "check that by hand")]
 
 
 def first_line(error: Exception) -> str:
@@ -328,26 +326,21 @@ SMI_SECONDS = 10
 HIDE_ALL = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 
 
-def gpus() -> list[Finding]:
+def gpus():
     """The GPUs that this process may use."""
-    try:
-        rows = nvidia_smi("gpu", GPU_FIELDS)
-        processes = nvidia_smi("compute-apps", ["gpu_uuid", "pid"])
-    except RuntimeError as error:
-        return [Finding("WARN", "GPUs", str(error), "ask the administrators")]
-    rows = [row for row in rows if is_visible(row)]
-    findings = []
+    processes = nvidia_smi("compute-apps", ["gpu_uuid", "pid"])
+    rows = [row for row in nvidia_smi("gpu", GPU_FIELDS) if is_visible(row)]
     for row in rows:
-        findings += gpu_problems(row, processes)
+        yield from gpu_problems(row, processes)
     count = len(rows) or count_gpus()
     if count == 0:
-        return [*findings, Finding("OK", "GPUs", "none: uses the CPU")]
+        yield Finding("OK", "GPUs", "none: uses the CPU")
+        return
     names = sorted({row["name"] for row in rows})
     text = f"{count} x {' and '.join(names) or 'GPU'}"
     if rows:
         text += f", driver {rows[0]['driver_version']}"
-    unsuitable = unsuitable_build(text, rows)
-    return [*findings, unsuitable or Finding("OK", "GPUs", text)]
+    yield unsuitable_build(text, rows) or Finding("OK", "GPUs", text)
 
 
 def count_gpus() -> int:
@@ -357,13 +350,10 @@ def count_gpus() -> int:
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in os.environ:
             return len([device for device in os.environ[name].split(",") if device not in HIDE_ALL])
-    try:
+    with suppress(RuntimeError):
         rows = nvidia_smi("gpu", ["uuid"])
         if rows or shutil.which("nvidia-smi"):
             return len(rows)
-    except RuntimeError as error:
-        if "No devices" in str(error):  # Slurm hides those that the job has not requested
-            return 0
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # AMD's; 0: a CPU
     amd = [node for node in nodes if node.read_text().strip() not in ("", "0")]
     return len(amd) or len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -377,13 +367,8 @@ def torch_build() -> dict:
 
 def is_visible(gpu: dict[str, str]) -> bool:
     """Whether CUDA_VISIBLE_DEVICES shows this GPU to this process, by its index or UUID."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if names is None:
-        return True
-    for name in names.split(","):
-        if name == gpu["index"] or (name and gpu["uuid"].startswith(name)):
-            return True
-    return False
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", gpu["index"]).split(",")
+    return gpu["index"] in visible or gpu["uuid"] in visible
 
 
 def gpu_problems(gpu: dict[str, str], processes: list[dict[str, str]]):
@@ -454,6 +439,8 @@ def nvidia_smi(what: str, fields: list[str]) -> list[dict[str, str]]:
         raise RuntimeError(f"nvidia-smi does not answer within {SMI_SECONDS} s") from None
     if result.returncode:
         output = (result.stdout + result.stderr).strip()
+        if "No devices" in output:  # Slurm hides those that the job has not requested
+            return []
         raise RuntimeError(f"nvidia-smi: {output}".split("\n")[0])
     rows = []
     for line in result.stdout.splitlines():

@@ -149,7 +149,8 @@ def gpu_findings(tmp_path, monkeypatch):
         monkeypatch.setattr(node_check, "torch_build", lambda: build)
         monkeypatch.setattr(report, "has_gpu", lambda: True)
         monkeypatch.setenv("PATH", nvidia_smi(tmp_path, gpus, **more))
-        return [" ".join(str(finding).split()) for finding in node_check.gpus()]
+        findings = node_check.attempt(node_check.gpus)
+        return [" ".join(str(finding).split()) for finding in findings]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return gpu_findings
@@ -182,12 +183,12 @@ def test_a_pytorch_that_cannot_use_the_gpus_is_a_warning(gpu_findings):
 
 def test_an_nvidia_smi_that_fails_or_hangs_is_a_warning(gpu_findings, monkeypatch):
     error = "Unable to determine the device handle for GPU 0000:3B:00.0: Unknown Error"
-    assert gpu_findings(4, fails=error) == [
-        f"WARN GPUs nvidia-smi: {error}: ask the administrators"
-    ]
+    (only,) = gpu_findings(4, fails=error)
+    assert only.startswith(f"WARN gpus the check failed (RuntimeError: nvidia-smi: {error}")
     monkeypatch.setattr(node_check, "SMI_SECONDS", 1)
     (only,) = gpu_findings(8, hangs=True)
-    assert only == "WARN GPUs nvidia-smi does not answer within 1 s: ask the administrators"
+    assert "RuntimeError: nvidia-smi does not answer within 1 s" in only
+    assert gpu_findings(1, fails="No devices were found") == ["OK GPUs none: uses the CPU"]
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
