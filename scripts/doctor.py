@@ -5,7 +5,7 @@
     TRAIN_SCRIPT=scripts/doctor.py sbatch run_distributed.slurm    all nodes of a job; works with
                                                                    every launcher
 
-It checks each machine: software, GPUs, memory, limits, disks, cores, host name, environment, data.
+It checks each machine: software, GPUs, memory, limits, disks, cores, host name, environment.
 In a launch, all ranks also connect to a store with time limits, so that it can name ranks that are
 missing, late or different. Then each node connects to each other node, each rank multiplies the
 same matrices, and an all_reduce over all ranks is timed. That takes less than a minute. It writes
@@ -16,7 +16,7 @@ problem, 1 a warning, 2 a failure. In a launch, a warning is also 0, because lau
 other exit code as a crash.
 
 In a launch it replaces the training script, so it accepts all options. It uses --config,
---checkpoint-dir, --data-dir, --dataset and --distributed-backend.
+--checkpoint-dir and --distributed-backend.
 """
 
 import argparse
@@ -62,9 +62,7 @@ def main() -> int:
         Rank(args, world).run()
     if others:
         node_check.refuse(f"{others[0]} is not an option outside of a launch: see --help")
-    findings = node_check.check_machine(args.checkpoint_dir)
-    findings += node_check.attempt(node_check.data, args.dataset, args.data_dir)
-    return print_findings(findings, args.json)
+    return print_findings(node_check.check_machine(args.checkpoint_dir), args.json)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -79,8 +77,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--json", action="store_true", help="print the findings as JSON")
     add("--config", help="configuration file of the training")
     add("--checkpoint-dir", "--save-dir", default="checkpoints", help="run directory [checkpoints]")
-    add("--data-dir", default="data", help="[data]")
-    add("--dataset", default="mnist_sample", help="[mnist_sample]")
+
     add("--distributed-backend", help="nccl or gloo [nccl on GPUs, else gloo]")
     for name in ("--nnodes", "--node-rank", "--nproc-per-node", "--master-port"):
         add(name, type=int, help=argparse.SUPPRESS)  # from cluster_train.sh, as for torchrun
@@ -171,9 +168,6 @@ class Rank:
             self.add("FAIL", "doctor", text, "see its log, and docs/TROUBLESHOOTING.md")
         os.dup2(stdout, 1)
         if self.rank == 0:
-            self.findings += node_check.attempt(
-                node_check.data, self.args.dataset, self.args.data_dir
-            )
             failed = print_findings(merge(self.findings), self.args.json) == 2
         elif failed:
             self.report_alone()

@@ -618,21 +618,5 @@ def environment() -> list[Finding]:
     return findings or [Finding("OK", "environment", "no harmful variables")]
 
 
-# ---- the data
-
-
-def data(dataset: str, data_dir: str):
-    if dataset != "mnist":
-        yield Finding("OK", "data", f"{dataset} needs none")
-        return
-    folder = Path(data_dir, "MNIST/raw")
-    if folder.is_dir() and os.access(folder, os.R_OK):
-        yield Finding("OK", "data", f"{dataset} is in {folder}")
-        return
-    text = f"--dataset {dataset} needs {folder}, which does not exist or is not readable"
-    remedy = "the training downloads it; without a network, copy it there"
-    yield Finding("WARN", "data", text, remedy)
-
-
 if __name__ == "__main__":
     main()

@@ -110,14 +110,13 @@ def test_missing_packages_are_named_and_the_other_checks_run():
     assert "OK   disk" in result.stdout
 
 
-def test_the_config_names_the_data_and_the_command_line_overrides_it(diagnose, tmp_path):
+def test_the_config_names_the_run_directory_and_the_command_line_overrides_it(diagnose, tmp_path):
     config = tmp_path / "my.yaml"
-    config.write_text("dataset: mnist\ndata_dir: /absent\n# dataset: other\nepochs: 3\n")
-    code, findings = diagnose("--config", config)
-    lines = [line for line in problems(findings) if "/absent" in line]
-    assert code == 1 and "--dataset mnist needs /absent/MNIST/raw" in lines[0]
-    code, findings = diagnose("--config", config, "--dataset=mnist_sample")
-    assert code < 2, findings
+    config.write_text(f"checkpoint_dir: {tmp_path}/run\n# checkpoint_dir: other\nepochs: 3\n")
+    _, findings = diagnose("--config", config)
+    assert f"run directory {tmp_path}: " in str(findings)
+    _, findings = diagnose("--config", config, "--checkpoint-dir=/")
+    assert "run directory /: " in str(findings)
 
 
 @pytest.mark.parametrize(
