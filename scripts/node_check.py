@@ -43,7 +43,7 @@ PROGRAM = Path(sys.argv[0]).name  # or doctor.py, guard.py, which import this fi
 
 def refuse(text: str, cause: str = "configuration") -> None:
     """Print why the launch would fail, and exit with code 2; only warn if PREFLIGHT=0."""
-    if os.environ.get("PREFLIGHT") == "0" and PROGRAM != "doctor.py":
+    if os.environ.get("PREFLIGHT") == "0":
         report.say(f"{PROGRAM}: WARNING: {HOST}: {text}")
         return
     report.say(f"{PROGRAM}: error: {HOST}: {text}")
@@ -54,6 +54,7 @@ def refuse(text: str, cause: str = "configuration") -> None:
 MEMORY_SECONDS = 60  # to free the GPU memory of a killed attempt
 ADDRESS_REMEDY = "set MASTER_ADDR to an address that all nodes can reach"
 ANYWAY = "(or set PREFLIGHT=0 to launch anyway)"
+INSTALL = "pip install -r requirements.txt, or see scripts/site.sh"
 
 
 # ------------------------------------------------------------------------------- a launch
@@ -76,7 +77,9 @@ def check_launch(
     if sys.version_info < (3, 10):  # noqa: UP036
         refuse(f"{sys.executable} is not Python 3.10 or newer: see scripts/site.sh")
     request = read_request(arguments)
-    check_packages(script)
+    missing = missing_packages(script)
+    if missing:
+        refuse(f"{sys.executable} has no {', '.join(missing)}: {INSTALL}")
     check_backend(request, ranks, gpu_count)
     if node_rank == 0 and report.is_first_attempt():
         check_storage(request)
@@ -117,13 +120,6 @@ def read_request(arguments: list[str]) -> str:
                 text = path.read_text(errors="replace")
                 texts.append(re.sub(r"#.*", "", text))
     return " ".join(texts + arguments)
-
-
-def check_packages(script: str) -> None:
-    missing = missing_packages(script)
-    if missing:
-        remedy = "pip install -r requirements.txt, or see scripts/site.sh"
-        refuse(f"{sys.executable} has no {', '.join(missing)}: {remedy}")
 
 
 def check_backend(request: str, ranks: int, gpu_count: int) -> None:
@@ -287,11 +283,10 @@ def missing_packages(script: str) -> list[str]:
 
 
 def software():
-    remedy = "pip install -r requirements.txt, or see scripts/site.sh"
     missing = missing_packages("train_distributed.py")
     if missing:
         level = "FAIL" if "torch" in missing else "WARN"
-        yield Finding(level, "packages", f"{sys.executable} has no {', '.join(missing)}", remedy)
+        yield Finding(level, "packages", f"{sys.executable} has no {', '.join(missing)}", INSTALL)
     if "torch" in missing:
         return
     build = torch_build()
@@ -299,7 +294,7 @@ def software():
     numbers = re.findall(r"\d+", build["__version__"])
     version = (int(numbers[0]), int(numbers[1]))
     if version < (2, 6):
-        yield Finding("FAIL", "PyTorch", f"{text}: 2.6 or newer is needed", remedy)
+        yield Finding("FAIL", "PyTorch", f"{text}: 2.6 or newer is needed", INSTALL)
     elif version < (2, 10):
         text += ": a hostile checkpoint can run code when it is loaded (CVE-2026-24747)"
         remedy = "load only checkpoints that you trust, or update PyTorch to 2.10 or newer"
