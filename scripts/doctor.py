@@ -272,7 +272,7 @@ class Rank:
             self.get("reduce", 60)
             self.check_all_reduce()
         if self.rank in self.leaders:
-            self.compare_nodes()
+            self.compare_directories()
         if self.rank == 0:
             self.set("done", True)
         with suppress(Exception):  # rank 0 is the store's server and may exit first
@@ -305,25 +305,6 @@ class Rank:
 
     # ---- between nodes
 
-    def compare_nodes(self) -> None:
-        """Whether they share the run directory: rank 0 sends the name of a file it created."""
-        self.doing = "comparing run directories"
-        if self.rank != 0:
-            file = self.get("file", 15) or ""
-            self.set(f"found {self.rank}", appears(file))
-            return
-        directory = existing(Path(self.args.checkpoint_dir))
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor_") as file:
-            self.set("file", file.name)
-            answers = self.gather("found", self.leaders.keys() - {0}, 15)
-        others = [self.leaders[rank] for rank, answer in answers.items() if answer is False]
-        if others:
-            text = f"{directory} is not the directory that rank 0 has"
-            remedy = "put --checkpoint-dir on a file system that all nodes share"
-            self.add("FAIL", "run directory", text, remedy, where=", ".join(others))
-        else:
-            self.add("OK", "run directory", f"{directory} is the same on all nodes")
-
     def check_network(self, infos: list[dict]) -> None:
         """Each node connects to each other node."""
         self.doing = "connecting to the other nodes"
@@ -340,12 +321,31 @@ class Rank:
 
     def start_server(self, infos: list[dict]) -> tuple[str, int]:
         """Accept the connections of the other nodes. Returns the address and port."""
-        last = list(self.leaders)[-1]  # not rank 0, whose address may be one of the loopback
+        last = list(self.leaders)[-1]  # rank 0's own address may be 127.0.0.1
         address = guard.address_towards(infos[last]["address"])
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.create_server((address, 0), family=family)
         Thread(target=accept_all, args=[server], daemon=True).start()
         return server.getsockname()[:2]
+
+    def compare_directories(self) -> None:
+        """Whether the nodes share the run directory: rank 0 sends the name of a file in it."""
+        self.doing = "comparing run directories"
+        if self.rank != 0:
+            file = self.get("file", 15) or ""
+            self.set(f"found {self.rank}", appears(file))
+            return
+        directory = existing(Path(self.args.checkpoint_dir))
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor_") as file:
+            self.set("file", file.name)
+            answers = self.gather("found", self.leaders.keys() - {0}, 15)
+        others = [self.leaders[rank] for rank, answer in answers.items() if answer is False]
+        if others:
+            text = f"{directory} is not the directory that rank 0 has"
+            remedy = "put --checkpoint-dir on a file system that all nodes share"
+            self.add("FAIL", "run directory", text, remedy, where=", ".join(others))
+        else:
+            self.add("OK", "run directory", f"{directory} is the same on all nodes")
 
     # ---- all ranks
 
@@ -465,7 +465,7 @@ def reach(host: str, address: list | None) -> tuple[str, float, str]:
     return host, 1000 * min(times), ""
 
 
-def network_findings(reached: dict[int, dict | None], names: dict[int, str]) -> list[Finding]:
+def network_findings(reached: dict[int, list | None], names: dict[int, str]) -> list[Finding]:
     """reached: {sender: its results of reach(), or None}; names: hosts of the senders"""
     times = []  # (milliseconds, sender, receiver)
     failures = []
