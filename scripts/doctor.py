@@ -275,6 +275,7 @@ class Rank:
             self.compare_directories()
         if self.rank == 0:
             self.set("done", True)
+            time.sleep(1)  # for the others to read all that it has set
         with suppress(Exception):  # rank 0 is the store's server and may exit first
             self.get("done", 30)
 
