@@ -91,7 +91,8 @@ def test_ranks_that_wait_for_a_failed_one_are_gone_before_the_next_attempt(qsub,
 
 STAYS = """
 import os, time
-print("attempt", os.environ["ATTEMPT"], "rank", os.environ["RANK"], flush=True)
+line = f"attempt {os.environ['ATTEMPT']} rank {os.environ['RANK']}\\n"
+os.write(1, line.encode())  # at once: print() would mix the words of both ranks
 time.sleep(1000 if os.environ["ATTEMPT"] == "1" else 0)
 """
 
