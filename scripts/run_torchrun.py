@@ -34,6 +34,7 @@ FORWARDED = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, sign
 FORWARDED |= {signal.SIGQUIT}
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 LOG_SECONDS = 5  # for the last lines on a slow terminal
+STACK_SECONDS = 0.3  # from one rank that prints its stacks to the next, whose lines would mix
 
 
 def main() -> int:
@@ -95,7 +96,9 @@ class Torchrun:
 
     def on_signal(self, number: int, _frame) -> None:
         if number == signal.SIGQUIT:
-            send(number, self.ranks())
+            for rank in self.ranks():
+                send(number, [rank])
+                time.sleep(STACK_SECONDS)
         elif not self.is_stopping:
             self.is_stopping = True
             self.stop(number)
