@@ -15,9 +15,10 @@ only on the step and the number of the micro-batch: any number of ranks, and res
 same ones.
 
 To save and stop: Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in
---checkpoint-dir, or the file $STOP_FILE; the time $DEADLINE (seconds since 1970). A file SAVE there
-saves and continues, a file PROFILE records five steps. To resume, run the same command. To use the
-trained model, see load_model(). Exit code: 0 finished or saved; 2 user error; 130 second Ctrl-C.
+--checkpoint-dir, or the file $STOP_FILE; shortly before the time $DEADLINE (seconds since 1970). A
+file SAVE in --checkpoint-dir saves and continues, a file PROFILE records five steps. To resume, run
+the same command. To use the trained model, see load_model(). Exit code: 0 finished or saved; 2 user
+error; 130 second Ctrl-C.
 
 Sections: TASK, TRAINING, DATA, DISTRIBUTED, METRICS, STOPPING, CHECKPOINTS, OPTIONS, MAIN
 """
@@ -121,7 +122,7 @@ class Normalized(nn.Module):
 
 
 class Task:
-    """What is trained: image classification. Yours replaces it; override what differs."""
+    """What is trained: digits. Subclass it, and override what differs in your task."""
 
     # Plain values that data() learns and model() needs, such as class names; part of checkpoints.
     spec: dict = {}
@@ -178,9 +179,10 @@ class Task:
         """A micro-batch on the device -> (its mean loss, sums for report()).
 
         The gradient of a step is that of the mean loss of all its samples. Where samples have
-        different numbers of items, such as tokens or valid pixels, return the mean over the items,
-        and their number as the sum "count", a tensor: then it is the mean over all items. Random
-        numbers of torch are the same here on any number of ranks. model.training: is it training?
+        different numbers of items, such as tokens or valid pixels, return the mean over the items
+        (a number, even if there are none), and their number as the sum "count", a tensor: then it
+        is the mean over all items. Random numbers of torch are the same here on any number of
+        ranks. model.training says whether this is a step of the training.
         """
         images, labels = batch
         logits = model(images)
@@ -285,7 +287,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     sync.restart(state.step)
     try:
         while True:
-            # After a save, so that a run which is stopped in an evaluation repeats it later.
+            # Saved first, so that a run that is stopped during an evaluation repeats it later.
             if stream.evaluates_after(state.step) and not sync.stop_reason:
                 if saver.saved_step < state.step:  # resumed in another directory
                     saver.save(state, model, optimizer, scaler)
@@ -303,7 +305,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
             state.step += 1
             if profiler:
                 profiler.step()
-                if profiler.step_num == PROFILED_STEPS:
+                if profiler.step_num == PROFILER_STEPS:
                     profiler = None
             ends = stream.saves_after(state.step) or state.step == last_step
             if ends or sync.is_due(state.step):
@@ -543,7 +545,7 @@ def set_training_mode(model: nn.Module):
                     module.eval()
 
 
-PROFILED_STEPS = 6  # the first one is a warm-up
+PROFILER_STEPS = 6  # a warm-up, and the five that it records
 
 
 def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
@@ -551,7 +553,7 @@ def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
     file = run_directory(cfg) / f"trace_step_{step}_rank_{world.rank}.json"
     log_on_rank_0(f"Recording five steps in {file}, and so on for each rank")
     profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=PROFILED_STEPS - 1, repeat=1),
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=PROFILER_STEPS - 1, repeat=1),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(file)),
     )
     profiler.start()
@@ -689,7 +691,7 @@ class SampleStream:
         log_on_rank_0(f"{text}; {samples / cfg.global_batch_size:.4g} steps per epoch")
 
     def epochs_done(self, step: int) -> int:
-        """How often each sample was used in the first steps."""
+        """The complete passes over the training set after this many steps."""
         return step * self.cfg.global_batch_size // self.samples
 
     def ends_epoch(self, step: int) -> bool:
@@ -709,7 +711,7 @@ class SampleStream:
         return step % self.cfg.log_every_steps == 0 or self.ends_epoch(step)
 
     def steps_of(self, epochs: int) -> int:
-        """The steps until each sample was used so often."""
+        """The steps that this many epochs take."""
         return math.ceil(epochs * self.samples / self.cfg.global_batch_size)
 
     def epoch(self, step: int) -> float:
@@ -758,7 +760,7 @@ def batches_of(task, cfg, world, dataset, keys: Callable) -> Iterator:
         return tensor.to(world.device, non_blocking=True)
 
     for batch in get_dataloader(task, cfg, world, dataset, lists):
-        with torch.cuda.stream(side):  # copy it while the last step runs
+        with torch.cuda.stream(side):  # copy it while the previous step runs
             batch = tree_map_only(torch.Tensor, to_device, batch)
         if side:
             current = torch.cuda.current_stream()
@@ -870,7 +872,7 @@ def launch_variable(name: str, default: int) -> int:
 
 
 def is_rank_0() -> bool:
-    """Also before setup_distributed()."""
+    """Under a bare srun, only after setup_distributed()."""
     return launch_variable("RANK", 0) == 0
 
 
@@ -887,7 +889,7 @@ def select_device(local_rank: int, world_size: int) -> torch.device:
 
 
 def configure_torch(cfg):
-    """Settings of PyTorch. Before the process group, because NCCL reads some of them."""
+    """Settings of PyTorch. Before the first use of a GPU, which reads some of them."""
     deterministic = cfg.deterministic or cfg.reproducible
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
     torch.use_deterministic_algorithms(deterministic)
@@ -955,8 +957,8 @@ def settle_buckets(ddp: DistributedDataParallel):
     """A first backward pass, after which DDP regroups the gradients for good. Collective.
 
     In a resumed run, that would happen at another step than in a run that was never stopped, and
-    change the rounding. It has no forward pass of the model, which may keep what it computes in
-    its first one, and no data: only zeros of the parameters.
+    change the rounding. It skips the forward pass of the model, which may keep what it computes
+    in its first one, and uses no data: only zeros of the parameters.
     """
     trained = [p for p in ddp.parameters() if p.requires_grad]
 
@@ -1084,10 +1086,10 @@ class Sync:
         self.last_step = last_step
         self.requests = requests
         self.stop_reason = ""  # the same on all ranks
-        self.intervals: list[int] = []  # of the micro-batches since the exchange before
+        self.intervals: list[int] = []  # of each micro-batch since the last exchange
         self.columns: dict[str, list] = defaultdict(list)  # what loss() has returned for them
-        self.steps_between = 1  # two exchanges
-        self.seconds_per_step = 1.0  # since the exchange before
+        self.steps_between = 1  # from one exchange to the next
+        self.seconds_per_step = 1.0  # between the last two
         self.data_wait = 0.0  # the part of it in which the ranks wait for data
         self.seconds_left: float | None = None  # until the first exchange
         # Of steps that are recorded: learning rate, and norm of the gradient before clipping.
@@ -1245,7 +1247,7 @@ class MetricsWriter:
             values = report(self.task, state.epoch_sums) | values
             log_on_rank_0(f"Epoch {epoch}: {describe(values)}")
             self.record("epoch", state.step, {"epoch": epoch, **values})
-        else:
+        elif values:
             log_on_rank_0(f"  step {state.step}: {describe(values)}")
             self.record("evaluation", state.step, values)
         return test_values
@@ -1578,7 +1580,9 @@ class Saver:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    return [*directory.glob("checkpoint_epoch_*.pt"), *directory.glob("checkpoint_step_*.pt")]
+    """Not copies such as checkpoint_epoch_3_good.pt."""
+    name = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")
+    return [path for path in directory.glob("checkpoint_*.pt") if name.fullmatch(path.name)]
 
 
 def find_checkpoint(cfg) -> Path | None:
@@ -1598,7 +1602,7 @@ def find_checkpoint(cfg) -> Path | None:
         except UserError as error:
             warn(f"skipped: {error}")
             continue
-        for option in ("resume", "init"):  # what the run began with is no contradiction
+        for option in ("resume", "init"):  # what the run began with may be repeated
             now = getattr(cfg, option)
             if now not in (None, "auto", checkpoint["config"][option]):
                 text = f"--{option} {now}, but {directory} has a run of its own"
@@ -1834,7 +1838,7 @@ def build_parser(task) -> Parser:
 
 
 def path(text: str) -> str:
-    """Replaces ~ and $VARIABLES: a shell does not after a =, and nobody in a config file."""
+    """Replaces ~ and $VARIABLES, which a shell does not do after =, nor YAML at all."""
     text = os.path.expandvars(os.path.expanduser(text))
     if "$" in text:
         raise argparse.ArgumentTypeError(f"{text}: this variable is not set")

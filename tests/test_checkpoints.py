@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import threading
 
@@ -69,6 +70,14 @@ def train_step(cfg, world, *more, inner=trainer.train_step):
         os._exit(1)
 trainer.train_step = train_step
 """
+
+
+def test_a_copy_of_a_checkpoint_under_another_name_is_left_alone(tmp_path, tiny):
+    options = [*tiny, "--checkpoint-every-steps=3", "--keep=1"]
+    run = train(tmp_path / "run", 1, *options, "--stop-at-step=3")
+    shutil.copy(run.directory / "checkpoint_step_3.pt", run.directory / "checkpoint_step_3_good.pt")
+    run = train(tmp_path / "run", 1, *options, "--stop-at-step=9")
+    assert run.checkpoints() == {"checkpoint_step_9", "checkpoint_step_3_good"}
 
 
 def test_timed_saves_and_a_crash_loses_little(tmp_path, tiny, straight):

@@ -145,12 +145,14 @@ def test_a_copy_of_the_trainer_alone_trains_without_torchvision(tmp_path):
     (tmp_path / "torchvision.py").write_text("raise ImportError('not installed')")
     (tmp_path / "my_train.py").write_bytes((REPO / "train_distributed.py").read_bytes())
     (tmp_path / "noise.py").write_text(NOISE)
-    command = [*TORCHRUN, "noise.py", "--epochs=1"]
+    command = [*TORCHRUN, "noise.py", "--epochs=1", "--eval-every-steps=1"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr
     assert "Starting distributed training on 2 processes (2 per node)\n" in result.stdout
     assert (tmp_path / "checkpoints" / "checkpoint_epoch_1.pt").exists()
+    metrics = (tmp_path / "checkpoints" / "metrics.jsonl").read_text()
+    assert "evaluation" not in metrics  # there is no test set
 
 
 # Threads that Python does not know, as gloo's, enter it all the time, while children are forked.
