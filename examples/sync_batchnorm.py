@@ -1,4 +1,4 @@
-"""Compute the statistics of BatchNorm over the micro-batches of all GPUs.
+"""Compute the statistics of BatchNorm over all GPUs, on whose number the results then depend.
 
     torchrun --standalone --nproc-per-node 2 examples/sync_batchnorm.py --synthetic \
         --image-size 32 --batch-size 4 --checkpoint-dir runs/sync_batchnorm
@@ -6,8 +6,7 @@
         configs/default_config.yaml 2 --synthetic --image-size 32 --batch-size 4 \
         --checkpoint-dir runs/sync_batchnorm_2
 
-Shows a model whose forward pass exchanges data with the other ranks: so they need equally many
-micro-batches. For few samples per GPU. The results depend on the number of ranks.
+Shows a forward pass that exchanges data between the ranks, which need equally many micro-batches.
 """
 
 import sys
