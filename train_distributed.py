@@ -1379,12 +1379,12 @@ def lock_directory(cfg) -> int:
             if waited == 0:
                 log(f"{text}: waiting for its end, up to {LOCK_SECONDS} s")
             time.sleep(1)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        for leftover in [*directory.glob(".checkpoint_*.tmp"), directory / "STOP"]:
+            leftover.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to or lock --checkpoint-dir {directory} ({error})") from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    for leftover in [*directory.glob(".checkpoint_*.tmp"), directory / "STOP"]:
-        leftover.unlink(missing_ok=True)
     return lock
 
 
@@ -1757,7 +1757,7 @@ def import_package(module: str, needed_by: str, package: str = ""):
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     return f", did you mean {near[0]}?" if near else ""
 
 

@@ -87,6 +87,12 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
     assert message.startswith("cannot write to ") and f"--checkpoint-dir {directory} (" in message
 
 
+def test_a_disk_that_is_full_at_the_start_is_named(tmp_path, tiny):
+    before = "import errno, os\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left')\n"
+    message = refuse(tmp_path / "run", *tiny, before=f"{before}os.pwrite = full")
+    assert message.startswith("cannot write to ") and "No space left" in message
+
+
 @pytest.fixture(scope="module")
 def one_epoch(tmp_path_factory, tiny):
     return train(tmp_path_factory.mktemp("one epoch") / "checkpoints", 1, *tiny, "--epochs=1")

@@ -207,7 +207,7 @@ CRASH = re.compile(
     re.MULTILINE,
 )
 
-# Replaces the script, which is renamed to real.py.
+# Replaces the script, which is renamed to real.py. tests/tasks.py imports it.
 WRAPPER = """#!/usr/bin/env python3
 import importlib.util
 import sys
@@ -218,6 +218,7 @@ s = importlib.util.module_from_spec(spec)
 sys.modules["s"] = s  # for its dataclasses
 spec.loader.exec_module(s)
 {code}
+globals().update((name, value) for name, value in vars(s).items() if name[0] != "_")
 if __name__ == "__main__":
     sys.exit(s.main())
 """
