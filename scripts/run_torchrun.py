@@ -97,6 +97,7 @@ class Torchrun:
     def on_signal(self, number: int, _frame) -> None:
         if number == signal.SIGQUIT:
             for rank in self.ranks():
+                write(f"the stacks of rank {rank_of(rank)} on {HOST}:\n")
                 send(number, [rank])
                 time.sleep(STACK_SECONDS)
         elif not self.is_stopping:
@@ -107,9 +108,7 @@ class Torchrun:
 
     def stop(self, number: int) -> None:
         if number == signal.SIGINT:
-            text = b"stopping: all ranks save and exit; press Ctrl-C again to kill them\n"
-            with suppress(OSError):
-                os.write(1, text)
+            write("stopping: all ranks save and exit; press Ctrl-C again to kill them\n")
         self.stopped_ranks = self.ranks()
         send(signal.SIGTERM, self.stopped_ranks)
         if not self.stopped_ranks:  # nothing to save
@@ -141,6 +140,22 @@ def children_of(parent: int) -> list[int]:
             if parent_of(process) == parent:
                 children.append(process)
     return children
+
+
+def rank_of(process: int) -> str:
+    """Its RANK, which torchrun has set."""
+    with suppress(OSError):  # it has just ended
+        for variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            name, _, value = variable.decode(errors="replace").partition("=")
+            if name == "RANK":
+                return value
+    return "?"
+
+
+def write(text: str) -> None:
+    """For signal handlers, which may have interrupted a print()."""
+    with suppress(OSError):
+        os.write(1, text.encode())
 
 
 def send(number: int, processes: list[int]) -> None:

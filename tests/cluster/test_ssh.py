@@ -293,6 +293,7 @@ def test_sigquit_makes_the_ranks_of_all_nodes_print_their_stacks(cluster, repo, 
     logs = [repo / f"logs/node_{host}.log" for host in TWO_NODES]
     stack = 'slow_to_save.py", line'
     wait_until(lambda: all(log.read_text().count(stack) == 2 for log in logs), launch)
+    assert "the stacks of rank 3 on node02:\n" in logs[1].read_text()
     press_ctrl_c(launch)
     end_of(launch)
     assert launch.returncode == 0
