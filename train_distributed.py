@@ -1474,7 +1474,8 @@ class Saver:
         save = is_late or (self.directory / "SAVE").exists()
         file = self.directory / "PROFILE"
         profile = file.exists()
-        file.unlink(missing_ok=True)
+        if profile:
+            file.unlink()
         return [save, profile]
 
     def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):

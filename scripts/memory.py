@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from report import HOST, parent_of, say
+from report import HOST, parent_of, rank_of, say
 
 REMEDY = "request more --mem, or use fewer --num-workers"
 KILLED = f"the kernel killed a process because the job ran out of memory: {REMEDY}"
@@ -107,11 +107,6 @@ def sizes_of_ranks() -> dict[int, int]:
 
 
 def name_of(process: int) -> str:
-    """For example: rank 3 (process 4711)."""
-    environment = b""
-    with suppress(OSError):
-        environment = Path(f"/proc/{process}/environ").read_bytes()
-    for variable in environment.split(b"\0"):
-        if variable.startswith(b"RANK="):
-            return f"rank {variable[5:].decode()} or its worker (process {process})"
-    return f"process {process}"
+    """For example: rank 3 or its worker (process 4711)."""
+    rank = rank_of(process)
+    return f"rank {rank} or its worker (process {process})" if rank else f"process {process}"

@@ -98,6 +98,15 @@ def parent_of(process: int) -> int:
     return int(fields[1])
 
 
+def rank_of(process: int) -> str:
+    """$RANK of another process; "" if it has none, or has ended."""
+    with suppress(OSError):
+        for variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"RANK="):
+                return variable[5:].decode()
+    return ""
+
+
 def wait_for(store, key: str, deadline: float) -> str | None:
     """The value of a key in the store; None if it is not set before the deadline.
 

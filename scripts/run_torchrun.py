@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import memory
-from report import HOST, parent_of, say, write_failure
+from report import HOST, parent_of, rank_of, say, write_failure
 
 FORWARDED = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
 FORWARDED |= {signal.SIGQUIT}
@@ -140,16 +140,6 @@ def children_of(parent: int) -> list[int]:
             if parent_of(process) == parent:
                 children.append(process)
     return children
-
-
-def rank_of(process: int) -> str:
-    """Its RANK, which torchrun has set."""
-    with suppress(OSError):  # it has just ended
-        for variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-            name, _, value = variable.decode(errors="replace").partition("=")
-            if name == "RANK":
-                return value
-    return "?"
 
 
 def write(text: str) -> None:

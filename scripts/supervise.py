@@ -376,7 +376,8 @@ class Supervisor:
 
     def forward(self, number, _frame):
         """A request for stacks, which would end other programs than our launchers."""
-        if self.child and any("scripts/" in word for word in self.command[:2]):
+        is_ours = any("scripts/" in word for word in self.command[:2])
+        if self.child and is_ours and not is_srun(self.command):
             self.child.send_signal(number)
 
     def signal_names(self):

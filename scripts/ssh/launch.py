@@ -172,7 +172,7 @@ class Pdsh(Ssh):
         return [("pdsh", start([*pdsh, *CONNECT, path, "%h", "%n"]))]
 
 
-class Pbs(Ssh):
+class Pbs:
     """A pbsdsh for each host. PBS writes the output of all to that of the job."""
 
     programs = ["pbsdsh"]
