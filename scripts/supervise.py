@@ -72,13 +72,11 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
 NO_PROGRESS = 3  # crashes, or starts of the job, in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
-NO_CRASH = ("finished", "stopped", "ended")
 WOULD_REPEAT = ("configuration", "NaN", "in use")
 # What the training writes: these are numbers.
 STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size")
@@ -115,8 +113,8 @@ def main():
             stop_seconds=number("STOP_SECONDS", float, 300),
             duration=number("MAX_DURATION", float, float("inf")),
         )
-        stopped_code = number("STOPPED_EXIT_CODE", int, 0)
-        number("SLURM_JOB_END_TIME", float, None)  # used later
+        number("STOPPED_EXIT_CODE", int, 0)  # these are used later
+        number("SLURM_JOB_END_TIME", float, None)
         number("SLURM_RESTART_COUNT", int, 0)
         number("NNODES", int, 0)
     except ValueError as error:
@@ -142,7 +140,7 @@ def main():
     with claim, tempfile.TemporaryDirectory(prefix="supervise-") as local:
         supervisor = Supervisor(job, command, directory, Path(local), limits)
         try:
-            return supervisor.keep_alive(stopped_code)
+            return supervisor.keep_alive()
         finally:
             supervisor.clean_up()
 
@@ -175,73 +173,6 @@ def log(text):
         sys.stderr = open(os.devnull, "w")
 
 
-# ------------------------------------------------------------------------------- what to do next
-
-
-class Decision(Enum):
-    """What to do after an attempt."""
-
-    FINISH = auto()  # the training is complete
-    STOP = auto()  # print how to resume
-    REQUEUE = auto()  # the scheduler starts the job again
-    RESTART = auto()  # run the command again
-    # Give up, because:
-    WOULD_REPEAT = auto()  # the same error would occur again
-    STOP_REQUESTED = auto()  # the training was asked to stop, but has failed
-    NO_PROGRESS = auto()  # it has crashed too often without progress
-    NO_REQUEUE = auto()  # the job was started too often without progress
-    TOO_MANY_RESTARTS = auto()  # MAX_RESTARTS is reached
-
-
-class Facts(NamedTuple):
-    """All that decide() considers: the attempt that has ended, and what happened before."""
-
-    cause: str
-    reason: str
-    signals: list  # names of the signals received
-    killed: bool  # by us, because it did not stop
-    crashes: int  # in a row without progress, with this one
-    restarts: int
-    max_restarts: int
-    bad_node: str = ""  # "replaced" by a spare node, or there is "no spare"
-    starts: int = 1  # of the job, in a row without progress, with this one
-
-
-def decide(facts, can_requeue=True):
-    """What to do after an attempt. can_requeue is False if the scheduler has refused to requeue."""
-    if facts.cause in ("finished", "ended"):
-        return Decision.FINISH
-    if can_requeue and requeue_may_help(facts):
-        return Decision.REQUEUE if facts.starts < NO_PROGRESS else Decision.NO_REQUEUE
-    if facts.cause == "stopped":
-        return Decision.STOP
-    if facts.cause in WOULD_REPEAT and facts.bad_node != "replaced":
-        return Decision.WOULD_REPEAT
-    if facts.signals or facts.killed:
-        return Decision.STOP_REQUESTED
-    if facts.crashes >= NO_PROGRESS:
-        return Decision.NO_PROGRESS
-    if facts.restarts >= facts.max_restarts:
-        return Decision.TOO_MANY_RESTARTS
-    return Decision.RESTART
-
-
-def requeue_may_help(facts):
-    """Whether the training should continue once the scheduler has started the job again."""
-    if facts.cause == "stopped":
-        reasons = facts.reason.split(", ")
-        return any(reason in ON_TIME for reason in reasons)
-    if facts.bad_node == "no spare" and not facts.signals:
-        return True
-    if facts.crashes >= NO_PROGRESS:
-        return False
-    if facts.cause in WOULD_REPEAT:
-        return False
-    if facts.signals:
-        return all(name in ON_TIME for name in facts.signals)
-    return facts.killed  # after the time limit
-
-
 def made_progress(attempt):
     """Whether an attempt has saved a step that the previous one had not."""
     if attempt.get("world_size"):  # the script has written its status
@@ -249,59 +180,13 @@ def made_progress(attempt):
     return attempt["end"] - attempt["start"] > PROGRESS_SECONDS
 
 
-def pause_before_restart(crashes):
-    """Seconds to wait, so that what made an attempt fail without progress has time to go away.
-
-    crashes: in a row without progress. The first restart follows at once: most often, the attempt
-    had no time to save.
-    """
-    return 2 if crashes > 1 else 0
-
-
-def exit_code(decision, cause, stopped_code):
+def exit_code(decision, cause):
     """The exit code of supervise.py."""
-    if decision == Decision.FINISH:
+    if decision in ("finish", "requeue"):
         return 0
-    if decision == Decision.STOP:
-        return stopped_code
-    if decision == Decision.REQUEUE:
-        return 0 if cause == "stopped" else 1
+    if decision == "stop":
+        return number("STOPPED_EXIT_CODE", int, 0)
     return 2 if cause in ("configuration", "in use") else 1
-
-
-def report_stop(attempt):
-    reason = attempt["reason"]
-    if not reason:
-        reason = "at --stop-at-step"
-    log(f"stopped ({reason}); to resume: {how_to_resume()}")
-
-
-def report_crash(attempt, decision, facts):
-    """Print how the attempt ended, and what follows."""
-    what = attempt["cause"]
-    saved = ""
-    if attempt["world_size"]:  # the script has written its status
-        what += f" at step {attempt['end_step']}"
-        saved = f", from step {attempt['saved_step']}"
-    if attempt["reason"]:
-        what += f": {attempt['reason']}"
-    if decision == Decision.REQUEUE:
-        log(f"{what}. The job is requeued{saved}")
-        return
-    if decision == Decision.RESTART:
-        log(f"{what}. Restart {facts.restarts + 1} of {facts.max_restarts}{saved}")
-        return
-    if decision == Decision.WOULD_REPEAT:
-        why = "a restart would not help"
-    elif decision == Decision.STOP_REQUESTED:
-        why = "a stop was requested"
-    elif decision == Decision.NO_PROGRESS:
-        why = f"{facts.crashes} crashes without progress"
-    elif decision == Decision.NO_REQUEUE:
-        why = f"in {facts.starts} starts of this job in a row, no new step was saved"
-    else:
-        why = f"MAX_RESTARTS={facts.max_restarts} is reached"
-    log(f"error: {what}. Giving up: {why}. After fixing it, to resume: {how_to_resume()}")
 
 
 def run_on_event(record):
@@ -358,7 +243,6 @@ class Supervisor:
 
         # attempts of this process
         self.count = 0
-        self.restarts = 0
         self.crashes = 0  # in a row without progress
 
         self.find_nodes()
@@ -383,40 +267,23 @@ class Supervisor:
     def signal_names(self):
         return [name for name, _ in self.signals]
 
-    def keep_alive(self, stopped_code):
+    def keep_alive(self):
         """Run attempts until the training ends. Returns the exit code."""
-        decision = Decision.RESTART
-        while decision == Decision.RESTART:
+        while True:
             attempt = self.attempt()
-            self.take_note_of(attempt)
-            facts = self.facts(attempt)
-            decision = self.act(decide(facts), facts, attempt)
-        return exit_code(decision, attempt["cause"], stopped_code)
-
-    def take_note_of(self, attempt):
-        """Leave out bad nodes, write the attempt log, and count the crashes."""
-        self.leave_out_bad_nodes(attempt)
-        if attempt["cause"] != "in use":  # otherwise the attempt log is another job's
-            self.record(attempt)
-        if attempt["cause"] not in NO_CRASH:
+            self.leave_out_bad_nodes(attempt)
+            if attempt["cause"] != "in use":  # otherwise the attempt log is another job's
+                self.record(attempt)
             self.count_crash(attempt)
-
-    def act(self, decision, facts, attempt):
-        """Requeue the job or wait, and say so. Returns the decision, as the scheduler permits."""
-        what_next = decision.name.lower()
-        run_on_event({**attempt, "run_dir": self.run_dir, "next": what_next})
-        if decision == Decision.REQUEUE and not requeue(self.left_out):
-            decision = decide(facts, can_requeue=False)
-            if self.bad_node:
-                log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
-        if decision == Decision.STOP:
-            report_stop(attempt)
-        if facts.cause not in NO_CRASH or decision == Decision.NO_REQUEUE:
-            report_crash(attempt, decision, facts)
-        if decision == Decision.RESTART:
-            self.restarts += 1
-            time.sleep(pause_before_restart(self.crashes))
-        return decision
+            decision = self.decide(attempt)
+            run_on_event({**attempt, "run_dir": self.run_dir, "next": decision})
+            if decision == "requeue" and not requeue(self.left_out):
+                decision = self.decide(attempt, can_requeue=False)
+                if self.bad_node:
+                    log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
+            self.report(attempt, decision)
+            if decision != "restart":
+                return exit_code(decision, attempt["cause"])
 
     def count_crash(self, attempt):
         if made_progress(attempt) or self.bad_node == "replaced":
@@ -424,18 +291,68 @@ class Supervisor:
         else:
             self.crashes += 1
 
-    def facts(self, attempt):
-        return Facts(
-            cause=attempt["cause"],
-            reason=attempt["reason"],
-            signals=self.signal_names(),
-            killed=self.killed,
-            crashes=self.crashes,
-            restarts=self.restarts,
-            max_restarts=self.limits.restarts,
-            bad_node=self.bad_node,
-            starts=self.starts_without_progress(),
-        )
+    # ------------------------------------------------------------------------- what to do next
+
+    def decide(self, attempt, can_requeue=True):
+        """What to do after an attempt: finish, stop, requeue, restart, or else why to give up.
+
+        can_requeue is False if the scheduler has refused to requeue.
+        """
+        cause = attempt["cause"]
+        if cause in ("finished", "ended"):
+            return "finish"
+        if can_requeue and self.requeue_may_help(attempt):
+            starts = self.starts_without_progress()
+            if starts < NO_PROGRESS:
+                return "requeue"
+            return f"in {starts} starts of this job in a row, no new step was saved"
+        if cause == "stopped":
+            return "stop"
+        if cause in WOULD_REPEAT and self.bad_node != "replaced":
+            return "a restart would not help"
+        if self.signals or self.killed:
+            return "a stop was requested"
+        if self.crashes >= NO_PROGRESS:
+            return f"{self.crashes} crashes without progress"
+        if self.count > self.limits.restarts:
+            return f"MAX_RESTARTS={self.limits.restarts} is reached"
+        return "restart"
+
+    def requeue_may_help(self, attempt):
+        """Whether the training should continue once the scheduler has started the job again."""
+        if attempt["cause"] == "stopped":
+            reasons = attempt["reason"].split(", ")
+            return any(reason in ON_TIME for reason in reasons)
+        if self.bad_node == "no spare" and not self.signals:
+            return True
+        if self.crashes >= NO_PROGRESS or attempt["cause"] in WOULD_REPEAT:
+            return False
+        if self.signals:
+            return all(name in ON_TIME for name in self.signal_names())
+        return self.killed  # after the time limit
+
+    def report(self, attempt, decision):
+        """Print how the attempt ended, and what follows."""
+        if decision == "finish":
+            return
+        if decision == "stop":
+            reason = attempt["reason"] or "at --stop-at-step"
+            log(f"stopped ({reason}); to resume: {how_to_resume()}")
+            return
+        what = attempt["cause"]
+        saved = ""
+        if attempt["world_size"]:  # the script has written its status
+            what += f" at step {attempt['end_step']}"
+            saved = f", from step {attempt['saved_step']}"
+        if attempt["reason"]:
+            what += f": {attempt['reason']}"
+        if decision == "requeue":
+            log(f"{what}. The job is requeued{saved}")
+        elif decision == "restart":
+            log(f"{what}. Restart {self.count} of {self.limits.restarts}{saved}")
+        else:
+            remedy = f"After fixing it, to resume: {how_to_resume()}"
+            log(f"error: {what}. Giving up: {decision}. {remedy}")
 
     def starts_without_progress(self):
         """How often in a row, with this time, this job was started and saved no new step."""
@@ -460,13 +377,11 @@ class Supervisor:
             used = f"{len(self.nodes)} of the job's {len(self.job_nodes)} nodes"
             log(f"training on {used} (NNODES, EXCLUDED_NODES); the others are spares")
         self.evidence = Evidence(has_excluded_nodes())
-        self.bad_node = ""  # see Facts
+        self.bad_node = ""  # "replaced" by a spare node, or there is "no spare"
 
     def leave_out_bad_nodes(self, attempt):
         """Leave out the nodes with evidence against them, if others can take their place."""
         self.bad_node = ""
-        if attempt["cause"] in NO_CRASH:
-            return
         if made_progress(attempt):
             self.evidence.may_be_the_script = False
         given = self.job_nodes or self.launcher_hosts

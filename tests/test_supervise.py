@@ -428,7 +428,11 @@ def test_a_command_is_run_after_each_attempt(tmp_path, supervise):
     supervise(*CRASH, ON_EVENT=f"cat >>{tmp_path}/events; echo >>{tmp_path}/events")
     lines = (tmp_path / "events").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [record["next"] for record in records] == ["restart", "restart", "no_progress"]
+    assert [record["next"] for record in records] == [
+        "restart",
+        "restart",
+        "3 crashes without progress",
+    ]
     logged = attempts(tmp_path / "logs")
     assert [record | attempt for record, attempt in zip(records, logged)] == records
 
@@ -453,38 +457,50 @@ def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
 # ------------------------------------------------------------------------------------ decisions
 
 
+HELPLESS = "a restart would not help"
+ASKED = "a stop was requested"
+CRASHES = "3 crashes without progress"
+STARTS = "in 3 starts of this job in a row, no new step was saved"
+
+
 @pytest.mark.parametrize(
-    ("decision", "if_refused", "facts"),
+    ("decision", "if_refused", "cause", "facts"),
     [
-        ("FINISH", "FINISH", {"cause": "finished"}),
-        ("FINISH", "FINISH", {"cause": "ended"}),
-        ("STOP", "STOP", {"cause": "stopped", "reason": ""}),  # --stop-at-step
-        ("STOP", "STOP", {"cause": "stopped", "reason": "SIGINT"}),
-        ("REQUEUE", "STOP", {"cause": "stopped", "reason": "time limit"}),
-        ("REQUEUE", "STOP", {"cause": "stopped", "reason": "SIGCONT, SIGTERM"}),
-        ("RESTART", "RESTART", {"cause": "exception"}),
-        ("RESTART", "RESTART", {"cause": "hang", "crashes": 2}),
-        ("NO_PROGRESS", "NO_PROGRESS", {"cause": "hang", "crashes": 3}),
-        ("NO_PROGRESS", "NO_PROGRESS", {"cause": "hang", "crashes": 3, "restarts": 5}),
-        ("TOO_MANY_RESTARTS", "TOO_MANY_RESTARTS", {"cause": "disk", "restarts": 5}),
-        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "NaN", "signals": ["SIGTERM"]}),
-        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "configuration"}),
-        ("WOULD_REPEAT", "WOULD_REPEAT", {"cause": "in use"}),
-        ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "killed", "signals": ["SIGINT"]}),
-        ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "hang", "signals": ["SIGTERM", "SIGINT"]}),
-        ("REQUEUE", "STOP_REQUESTED", {"cause": "exception", "signals": ["SIGUSR1"]}),
-        ("REQUEUE", "STOP_REQUESTED", {"cause": "killed", "killed": True}),  # at the time limit
-        ("STOP_REQUESTED", "STOP_REQUESTED", {"cause": "killed", "killed": True, "crashes": 3}),
-        ("NO_REQUEUE", "STOP", {"cause": "stopped", "reason": "time limit", "starts": 3}),
+        ("finish", "finish", "finished", {}),
+        ("finish", "finish", "ended", {}),
+        ("stop", "stop", "stopped", {"reason": ""}),  # --stop-at-step
+        ("stop", "stop", "stopped", {"reason": "SIGINT"}),
+        ("requeue", "stop", "stopped", {"reason": "time limit"}),
+        ("requeue", "stop", "stopped", {"reason": "SIGCONT, SIGTERM"}),
+        ("restart", "restart", "exception", {}),
+        ("restart", "restart", "hang", {"crashes": 2}),
+        (CRASHES, CRASHES, "hang", {"crashes": 3}),
+        (CRASHES, CRASHES, "hang", {"crashes": 3, "count": 10}),
+        ("MAX_RESTARTS=5 is reached", "MAX_RESTARTS=5 is reached", "disk", {"count": 6}),
+        (HELPLESS, HELPLESS, "NaN", {"signals": ["SIGTERM"]}),
+        (HELPLESS, HELPLESS, "configuration", {}),
+        (HELPLESS, HELPLESS, "in use", {}),
+        (ASKED, ASKED, "killed", {"signals": ["SIGINT"]}),
+        (ASKED, ASKED, "hang", {"signals": ["SIGTERM", "SIGINT"]}),
+        ("requeue", ASKED, "exception", {"signals": ["SIGUSR1"]}),
+        ("requeue", ASKED, "killed", {"killed": True}),  # at the time limit
+        (ASKED, ASKED, "killed", {"killed": True, "crashes": 3}),
+        (STARTS, "stop", "stopped", {"reason": "time limit", "starts": 3}),
     ],
 )
-def test_the_decision_after_each_kind_of_end(decision, if_refused, facts):
-    module = load(SUPERVISE)
-    first = {"reason": "", "signals": [], "killed": False}
-    first |= {"crashes": 1, "restarts": 0, "max_restarts": 5}
-    facts = module.Facts(**first | facts)
-    assert module.decide(facts).name == decision
-    assert module.decide(facts, can_requeue=False).name == if_refused
+def test_the_decision_after_each_kind_of_end(
+    supervisor, monkeypatch, decision, if_refused, cause, facts
+):
+    _, us = supervisor
+    monkeypatch.setenv("MAX_RESTARTS", "5")
+    us.count, us.crashes, us.killed = 1, 1, False
+    us.signals = [(name, 0) for name in facts.pop("signals", [])]
+    starts = facts.pop("starts", 1)
+    us.starts_without_progress = lambda: starts
+    attempt = {"cause": cause, "reason": facts.pop("reason", "")}
+    vars(us).update(facts)
+    assert us.decide(attempt) == decision
+    assert us.decide(attempt, can_requeue=False) == if_refused
 
 
 SCONTROL = """case "$*" in
@@ -549,11 +565,6 @@ def test_the_command_that_resumes_does_not_stop_at_the_same_step_again(monkeypat
     for option in (["--stop-at-step", "5"], ["--stop-at-step=5"]):
         monkeypatch.setattr(sys, "argv", ["supervise.py", "my train", *option, "--lr=1"])
         assert module.how_to_resume() == "supervise.py 'my train' --lr=1"
-
-
-def test_the_first_restart_is_at_once_and_a_second_crash_without_progress_waits():
-    module = load(SUPERVISE)
-    assert [module.pause_before_restart(crashes) for crashes in range(3)] == [0, 0, 2]
 
 
 # ----------------------------------------------------------------------- the state of Slurm, PBS
@@ -650,7 +661,7 @@ def supervisor(monkeypatch, tmp_path):
     module = load(SUPERVISE)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("EXCLUDED_NODES", "")
-    return module, module.Supervisor("7", ["true"], tmp_path, tmp_path, module.Limits(9, 1, 1e9))
+    return module, module.Supervisor("7", ["true"], tmp_path, tmp_path, module.Limits(5, 1, 1e9))
 
 
 def left_out_after(us, *failures, nnodes: int = 1) -> list[str]:
@@ -698,7 +709,7 @@ def test_no_node_is_left_out_for_errors_of_the_script(supervisor):
 
 
 def test_a_job_without_a_spare_is_requeued_without_the_node(supervisor):
-    module, us = supervisor
+    _, us = supervisor
     us.job_nodes = us.nodes = ["n1", "n2"]
     attempt = {"cause": "hang", "events": [], "world_size": None, "start": 0, "end": 1}
     us.failure = SILENT
@@ -706,10 +717,11 @@ def test_a_job_without_a_spare_is_requeued_without_the_node(supervisor):
     assert us.bad_node == ""
     us.leave_out_bad_nodes(attempt)
     assert us.bad_node == "no spare" and us.left_out == ["n2"] and us.nodes == ["n1", "n2"]
-    facts = us.facts({**attempt, "reason": ""})
-    assert module.decide(facts) == module.Decision.REQUEUE
-    assert module.decide(facts, can_requeue=False) == module.Decision.RESTART
-    assert module.decide(facts._replace(signals=["SIGINT"])) == module.Decision.STOP_REQUESTED
+    assert us.decide(attempt) == "requeue"
+    us.count = 2
+    assert us.decide(attempt, can_requeue=False) == "restart"
+    us.signals = [("SIGINT", 0)]
+    assert us.decide(attempt) == "a stop was requested"
 
 
 @pytest.mark.parametrize(("name", "is_reached"), [("srun", False), ("python", True)])

@@ -237,9 +237,7 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
         attempt |= {"world_size": found.get("world_size"), "cause": cause, "reason": reason}
         supervisor.record(attempt)
         supervisor.count_crash(attempt)
-        facts = supervisor.facts(attempt)
-        decision = supervise.decide(facts)
-        supervise.report_crash(attempt, decision, facts)
+        supervisor.report(attempt, supervisor.decide(attempt))
         return attempt
 
     attempt, refusal = fuzz.outcome(end_of_an_attempt)
