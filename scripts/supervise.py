@@ -73,7 +73,6 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 NO_PROGRESS = 3  # crashes, or starts of the job, in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
@@ -88,6 +87,14 @@ SSH_FAILED = 255  # exit code of ssh and of launch.py
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
 HANGS = 2  # in which a node did not answer, before it is left out
+NUMBERS = {  # environment variables, and their defaults
+    "MAX_RESTARTS": 10,
+    "MAX_DURATION": float("inf"),
+    "STOP_SECONDS": 300.0,
+    "STOPPED_EXIT_CODE": 0,
+    "NNODES": 0,  # all
+    "SLURM_RESTART_COUNT": 0,
+}
 NUMBER = (int, float)
 # Without these, a step of srun gets what Slurm has granted, whatever the job requested per task:
 # --gres on sbatch's command line does not change them.
@@ -108,15 +115,8 @@ def main():
         print(__doc__.strip())
         return 0 if command else 2
     try:
-        limits = Limits(
-            restarts=number("MAX_RESTARTS", int, 10),
-            stop_seconds=number("STOP_SECONDS", float, 300),
-            duration=number("MAX_DURATION", float, float("inf")),
-        )
-        number("STOPPED_EXIT_CODE", int, 0)  # these are used later
-        number("SLURM_JOB_END_TIME", float, None)
-        number("SLURM_RESTART_COUNT", int, 0)
-        number("NNODES", int, 0)
+        for name in NUMBERS:
+            number(name)
     except ValueError as error:
         log(f"error: {error}: correct or unset it")
         return 2
@@ -138,20 +138,21 @@ def main():
     directory = (logs / f"supervise_{job}").resolve()
     adopt_orphans()
     with claim, tempfile.TemporaryDirectory(prefix="supervise-") as local:
-        supervisor = Supervisor(job, command, directory, Path(local), limits)
+        supervisor = Supervisor(job, command, directory, Path(local))
         try:
             return supervisor.keep_alive()
         finally:
             supervisor.clean_up()
 
 
-def number(name, kind, default):
-    """The value of an environment variable, an int or a float. Raises ValueError with its name."""
+def number(name):
+    """The value of an environment variable, one of NUMBERS. Raises ValueError with its name."""
+    default = NUMBERS[name]
     text = os.environ.get(name)
     if not text:
         return default
     try:
-        value = kind(text)
+        value = type(default)(text)
     except ValueError:
         value = -1
     if not value >= 0:  # nan is not, either
@@ -185,7 +186,7 @@ def exit_code(decision, cause):
     if decision in ("finish", "requeue"):
         return 0
     if decision == "stop":
-        return number("STOPPED_EXIT_CODE", int, 0)
+        return number("STOPPED_EXIT_CODE")
     return 2 if cause in ("configuration", "in use") else 1
 
 
@@ -209,18 +210,10 @@ def run_on_event(record):
 # ---------------------------------------------------------------------------------- supervision
 
 
-class Limits(NamedTuple):
-    """Of the environment."""
-
-    restarts: int
-    stop_seconds: float
-    duration: float  # seconds
-
-
 class Supervisor:
     """Runs COMMAND as often as needed."""
 
-    def __init__(self, job, command, directory, local, limits):
+    def __init__(self, job, command, directory, local):
         self.job = job  # its name
         self.command = command
         self.directory = directory  # for files that the training writes; all nodes see it
@@ -228,13 +221,11 @@ class Supervisor:
         self.run_dir = None  # reported by the training
 
         # the time, and requests to stop
-        self.began = time.time()
-        self.limits = limits
-        self.deadline = self.began + limits.duration
-        self.end_of_job = end_of_job() or float("inf")
-        self.deadline = min(self.deadline, self.end_of_job)
+        now = time.time()
+        self.end_of_job = end_of_job()
+        self.deadline = min(self.end_of_job, now + number("MAX_DURATION"))
         # The training is asked to stop this many seconds before the deadline.
-        self.reserve = min(120, (self.deadline - self.began) / 10)
+        self.reserve = min(120, (self.deadline - now) / 10)
         self.signals = []  # (name, time) of each signal received
         self.stopping_since = None
         self.killed = False  # by us, because it did not stop
@@ -248,10 +239,9 @@ class Supervisor:
         self.find_nodes()
 
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-            number = getattr(signal, name)
-            under_nohup = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
+            under_nohup = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not under_nohup:
-                signal.signal(number, self.on_signal)
+                signal.signal(getattr(signal, name), self.on_signal)
         signal.signal(signal.SIGQUIT, self.forward)
 
     def on_signal(self, number, _frame):
@@ -314,8 +304,8 @@ class Supervisor:
             return "a stop was requested"
         if self.crashes >= NO_PROGRESS:
             return f"{self.crashes} crashes without progress"
-        if self.count > self.limits.restarts:
-            return f"MAX_RESTARTS={self.limits.restarts} is reached"
+        if self.count > number("MAX_RESTARTS"):
+            return f"MAX_RESTARTS={number('MAX_RESTARTS')} is reached"
         return "restart"
 
     def requeue_may_help(self, attempt):
@@ -349,7 +339,7 @@ class Supervisor:
         if decision == "requeue":
             log(f"{what}. The job is requeued{saved}")
         elif decision == "restart":
-            log(f"{what}. Restart {self.count} of {self.limits.restarts}{saved}")
+            log(f"{what}. Restart {self.count} of {number('MAX_RESTARTS')}{saved}")
         else:
             remedy = f"After fixing it, to resume: {how_to_resume()}"
             log(f"error: {what}. Giving up: {decision}. {remedy}")
@@ -368,7 +358,7 @@ class Supervisor:
     # ------------------------------------------------------------------------- the nodes
 
     def find_nodes(self):
-        self.wanted = number("NNODES", int, 0)  # 0: all
+        self.wanted = number("NNODES")
         self.job_nodes = nodes_of_job()
         self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
         # of the next attempt
@@ -477,9 +467,8 @@ class Supervisor:
     def environment(self):
         """The environment of the next attempt."""
         env = dict(os.environ)
-        number = 1000 * requeues_of_job() + self.count
         env["ATTEMPT"] = str(self.count)
-        env["ATTEMPT_ID"] = f"{self.job}.{number}"
+        env["ATTEMPT_ID"] = f"{self.job}.{1000 * number('SLURM_RESTART_COUNT') + self.count}"
         env["STOP_FILE"] = str(self.stop_file)
         env["STATUS_FILE"] = str(self.status_file)
         env["FAILURE_FILE"] = str(self.failure_file)
@@ -616,7 +605,7 @@ class Supervisor:
         """Kill the training after STOP_SECONDS, in time for a requeue, or at a second Ctrl-C."""
         since = self.stopping_since
         pressed_again = any(name == "SIGINT" and when > since + 1 for name, when in self.signals)
-        limit = since + self.limits.stop_seconds
+        limit = since + number("STOP_SECONDS")
         if not self.signals:  # at the time limit; after it, Slurm would no longer requeue the job
             limit = min(limit, self.end_of_job - self.reserve / 4)
         if pressed_again or time.time() > limit:
@@ -949,23 +938,17 @@ def claim_job():
 
 
 def end_of_job():
-    """The end of the job's time in seconds since 1970; None if it is not known."""
-    end = number("SLURM_JOB_END_TIME", float, None)
-    if end is not None:
-        return end
-    if os.environ.get("SLURM_JOB_ID"):
-        return end_of_slurm_job()
-    if os.environ.get("PBS_JOBID"):
-        return end_of_pbs_job()
-    return None
-
-
-def requeues_of_job():
-    """How often the scheduler has started this job before."""
-    if os.environ.get("PBS_JOBID"):
-        starts = int(pbs_job().get("run_count", 1))
-        return max(0, starts - 1)
-    return number("SLURM_RESTART_COUNT", int, 0)
+    """The end of the job's time in seconds since 1970; inf if it is not known."""
+    try:
+        if slurm_id():
+            return time.mktime(time.strptime(slurm_job()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
+        if os.environ.get("PBS_JOBID"):
+            facts = pbs_job()
+            start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
+            return start + walltime_seconds(facts["Resource_List.walltime"])
+    except (KeyError, ValueError):  # the scheduler has not answered, or the time has no limit
+        pass
+    return float("inf")
 
 
 def how_to_resume():
@@ -994,15 +977,6 @@ def slurm(*command):
     if result.returncode != 0:
         return None
     return result.stdout.decode()
-
-
-def end_of_slurm_job():
-    job = os.environ["SLURM_JOB_ID"]
-    text = slurm("squeue", "--noheader", "--job", job, "--format=%e") or ""
-    try:
-        return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
 
 
 def nodes_of_job():
@@ -1034,7 +1008,7 @@ def slurm_job():
 
 def has_excluded_nodes():
     """Whether this Slurm job was requeued and excludes nodes, maybe because of hangs."""
-    if not slurm_id() or requeues_of_job() == 0:
+    if not slurm_id() or number("SLURM_RESTART_COUNT") == 0:
         return False
     return slurm_job().get("ExcNodeList", "(null)") != "(null)"
 
@@ -1093,20 +1067,12 @@ def pbs_job():
     return dict(re.findall(r"(?m)^    (\S+) = (.*)$", unwrapped))
 
 
-def end_of_pbs_job():
-    facts = pbs_job()
-    try:
-        start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
-        return start + walltime_seconds(facts.get("Resource_List.walltime", ""))
-    except (KeyError, ValueError):
-        return None
-
-
 def walltime_seconds(text):
     """The seconds in [[DAYS:]HOURS:]MINUTES:SECONDS."""
-    numbers = [int(number) for number in text.split(":")]
-    units = (1, 60, 3600, 86400)
-    return sum(number * unit for number, unit in zip(reversed(numbers), units))
+    seconds = 0
+    for number, unit in zip(reversed(text.split(":")), (1, 60, 3600, 86400)):
+        seconds += int(number) * unit
+    return seconds
 
 
 if __name__ == "__main__":

@@ -504,7 +504,7 @@ def test_the_decision_after_each_kind_of_end(
 
 
 SCONTROL = """case "$*" in
-  "show job"*) echo "JobId=7 JobState=RUNNING" ;;
+  "show job"*) echo "JobId=7 JobState=RUNNING EndTime=$END" ;;
   requeue*) echo requeue >>{} ;;
 esac
 """
@@ -515,10 +515,9 @@ STARTS_SLOWLY = "import time; time.sleep(30)"
 def test_a_job_that_saves_no_new_step_in_three_starts_is_not_requeued(
     tmp_path, fake, supervise, kind
 ):
-    """Its time is shorter than its start-up. squeue and scontrol stand for Slurm."""
+    """Its time is shorter than its start-up. scontrol stands for Slurm."""
     requeues = tmp_path / "requeues"
     write_program(tmp_path / "bin/scontrol", SCONTROL.format(requeues))
-    write_program(tmp_path / "bin/squeue", "exit 1")
     job = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     command = [sys.executable, "-c", STARTS_SLOWLY]
     if kind == "stops":
@@ -543,7 +542,7 @@ def test_a_training_that_does_not_stop_at_the_time_limit_is_killed_in_time_for_t
     job = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     end = time.time() + 20
     command = [sys.executable, "-c", IGNORES_SIGTERM.replace("1000", "40")]
-    code, text = supervise(*command, **job, SLURM_JOB_END_TIME=str(end))
+    code, text = supervise(*command, **job, END=time.strftime("%FT%T", time.localtime(end)))
     (attempt,) = attempts(tmp_path / "logs")
     assert attempt["cause"] == "killed" and requeues.read_text() == "requeue\n", text
     assert attempt["end"] < end + 9  # kill_group() takes some seconds if SIGTERM is ignored
@@ -585,10 +584,7 @@ def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tm
     ("facts", "minutes"),
     [
         ("    Resource_List.walltime = 01:30:00\n    stime = {}\n", 90),  # OpenPBS
-        (  # Torque
-            "    Resource_List.walltime = 1:00:01:00\n    start_time = {}\n    run_count = 3\n",
-            24 * 60 + 1,
-        ),
+        ("    Resource_List.walltime = 1:00:01:00\n    start_time = {}\n", 24 * 60 + 1),  # Torque
         ("    stime = {}", None),
         ("", None),
     ],
@@ -599,8 +595,7 @@ def test_the_deadline_comes_from_qstat(monkeypatch, facts, minutes):
     monkeypatch.setattr(module, "slurm", lambda *words: text)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("PBS_JOBID", "7.server")
-    assert module.end_of_job() == (start + 60 * minutes if minutes else None)
-    assert module.requeues_of_job() == (2 if "run_count" in facts else 0)
+    assert module.end_of_job() == (start + 60 * minutes if minutes else float("inf"))
 
 
 # ------------------------------------------------------------------------ nodes that are left out
@@ -661,7 +656,7 @@ def supervisor(monkeypatch, tmp_path):
     module = load(SUPERVISE)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("EXCLUDED_NODES", "")
-    return module, module.Supervisor("7", ["true"], tmp_path, tmp_path, module.Limits(5, 1, 1e9))
+    return module, module.Supervisor("7", ["true"], tmp_path, tmp_path)
 
 
 def left_out_after(us, *failures, nnodes: int = 1) -> list[str]:

@@ -132,10 +132,9 @@ def test_settings(tmp_path, env):
     for name in ("HANG_TIMEOUT", "RANK_TIMEOUT"):
         fuzz.outcome(report.seconds, name, 1.0, env=env)
     fuzz.outcome(node_check.refuse, "something is wrong", env=env)
-    kinds = {"SLURM_RESTART_COUNT": int, "MAX_RESTARTS": int, "SLURM_JOB_END_TIME": float}
-    for name in SETTINGS:
+    for name in supervise.NUMBERS:
         with fuzz.environment(env), suppress(ValueError):  # main() prints it
-            assert supervise.number(name, kinds.get(name, float), 0) >= 0
+            assert supervise.number(name) >= 0
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +226,7 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
     (run / "failure").write_text(failure)
 
     def end_of_an_attempt():
-        limits = supervise.Limits(3, 300, float("inf"))
-        supervisor = supervise.Supervisor("7", ["true"], run, tmp_path, limits)
+        supervisor = supervise.Supervisor("7", ["true"], run, tmp_path)
         found = supervise.read_status(run / "status")
         supervisor.run_dir = str(run)
         cause, reason = supervisor.cause(code, found, supervise.read_json(run / "failure"))
