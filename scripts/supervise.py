@@ -69,7 +69,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +83,8 @@ PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants be
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
 SSH_FAILED = 255  # exit code of ssh and of launch.py
+# Variables with the names of files, by which supervise.py and the training communicate.
+FILES = ("STOP_FILE", "STATUS_FILE", "FAILURE_FILE", "EVENTS_FILE", "NODES_FILE")
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
 HANGS = 2  # in which a node did not answer, before it is left out
@@ -133,16 +134,8 @@ def main():
         if nodes and is_srun(command):
             choose_master(os.environ, nodes)
         os.execvp(command[0], command)
-    logs = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs")
-    job, claim = claim_job()
-    directory = (logs / f"supervise_{job}").resolve()
     adopt_orphans()
-    with claim, tempfile.TemporaryDirectory(prefix="supervise-") as local:
-        supervisor = Supervisor(job, command, directory, Path(local))
-        try:
-            return supervisor.keep_alive()
-        finally:
-            supervisor.clean_up()
+    return Supervisor(command).keep_alive()
 
 
 def number(name):
@@ -213,11 +206,13 @@ def run_on_event(record):
 class Supervisor:
     """Runs COMMAND as often as needed."""
 
-    def __init__(self, job, command, directory, local):
-        self.job = job  # its name
+    def __init__(self, command):
         self.command = command
-        self.directory = directory  # for files that the training writes; all nodes see it
-        self.stop_file = local / "STOP"  # on a local disk: a network file system may lag
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+        self.job = job or f"{HOST}-{os.getpid()}"
+        logs = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs")  # all nodes see it
+        self.directory = (logs / f"supervise_{self.job}").resolve()
+        self.files = None  # the directory of FILES, in the current attempt
         self.run_dir = None  # reported by the training
 
         # the time, and requests to stop
@@ -273,7 +268,10 @@ class Supervisor:
                     log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
             self.report(attempt, decision)
             if decision != "restart":
-                return exit_code(decision, attempt["cause"])
+                break
+        with suppress(OSError):
+            self.directory.rmdir()  # unless it holds the attempt log
+        return exit_code(decision, attempt["cause"])
 
     def count_crash(self, attempt):
         if made_progress(attempt) or self.bad_node == "replaced":
@@ -407,31 +405,26 @@ class Supervisor:
     def attempt(self):
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
-        self.name_files()
+        self.files = self.directory / f"{HOST}_{os.getpid()}_{self.count}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.files.mkdir(parents=True)
         except OSError as error:
             log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
 
         env = self.environment()
-        began = time.time()
-        attempt = {"attempt": env["ATTEMPT_ID"], "start": began, "code": code_version()}
-        self.begun = attempt
+        self.begun = {"attempt": env["ATTEMPT_ID"], "start": time.time(), "code": code_version()}
         self.is_recorded = False  # whether the attempt log has it, with the cause "running"
         code = self.run(env)
 
-        status = read_status(self.status_file)
-        failure = read_failure(self.failure_file)
-        self.failure = failure
-        self.launcher_hosts = lines_of(self.nodes_file)
-        events = parse_lines(lines_of(self.events_file))[-MAX_EVENTS:]
-        for file in (self.status_file, self.failure_file, self.nodes_file, self.events_file):
-            if file.exists():
-                file.unlink()
+        status = read_status(self.files / "STATUS_FILE")
+        self.failure = read_failure(self.files / "FAILURE_FILE")
+        self.launcher_hosts = lines_of(self.files / "NODES_FILE")
+        events = parse_lines(lines_of(self.files / "EVENTS_FILE"))[-MAX_EVENTS:]
+        shutil.rmtree(self.files, ignore_errors=True)
         self.run_dir = status.get("run_dir") or self.run_dir
-        cause, reason = self.cause(code, status, failure)
+        cause, reason = self.cause(code, status, self.failure)
         return {
-            **attempt,
+            **self.begun,
             "end": time.time(),
             **self.steps(status),
             "hosts": self.nodes or [HOST],
@@ -440,14 +433,6 @@ class Supervisor:
             "reason": reason,
             "events": events,
         }
-
-    def name_files(self):
-        """The files that the training and its launcher write in the next attempt."""
-        name = f"{HOST}_{os.getpid()}_{self.count}"
-        self.status_file = self.directory / f"status_{name}.json"
-        self.failure_file = self.directory / f"failure_{name}.json"
-        self.nodes_file = self.directory / f"nodes_{name}"
-        self.events_file = self.directory / f"events_{name}.jsonl"
 
     def steps(self, status):
         """The part of the record that comes from the training: its status and its metrics."""
@@ -469,11 +454,8 @@ class Supervisor:
         env = dict(os.environ)
         env["ATTEMPT"] = str(self.count)
         env["ATTEMPT_ID"] = f"{self.job}.{1000 * number('SLURM_RESTART_COUNT') + self.count}"
-        env["STOP_FILE"] = str(self.stop_file)
-        env["STATUS_FILE"] = str(self.status_file)
-        env["FAILURE_FILE"] = str(self.failure_file)
-        env["EVENTS_FILE"] = str(self.events_file)
-        env["NODES_FILE"] = str(self.nodes_file)
+        for name in FILES:
+            env[name] = str(self.files / name)
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
@@ -545,10 +527,6 @@ class Supervisor:
         kill_group(child)  # processes that COMMAND may have left behind
         if code != 0:
             kill_descendants()  # for example, ranks whose torchrun was killed
-        if self.stopping_since:
-            for file in self.stop_files():
-                if file.exists():
-                    file.unlink()
         return code
 
     def watch(self, child):
@@ -572,7 +550,7 @@ class Supervisor:
 
     def record_start(self):
         """Write the attempt to the attempt log as soon as the training owns its run directory."""
-        status = read_status(self.status_file)
+        status = read_status(self.files / "STATUS_FILE")
         if not status.get("state"):
             return
         self.run_dir = status.get("run_dir") or self.run_dir
@@ -595,11 +573,7 @@ class Supervisor:
             return
         self.stopping_since = time.time()
         log(f"{reason}: saving and stopping; press Ctrl-C again to kill the training")
-        for file in self.stop_files():
-            with suppress(OSError):
-                file.touch()
-        if os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":  # qdel cuts the output off
-            log(f"to resume: {how_to_resume()}")
+        (self.files / "STOP_FILE").touch()
 
     def kill_if_too_slow(self, child):
         """Kill the training after STOP_SECONDS, in time for a requeue, or at a second Ctrl-C."""
@@ -611,12 +585,6 @@ class Supervisor:
         if pressed_again or time.time() > limit:
             self.killed = True
             kill_group(child)
-
-    def stop_files(self):
-        files = [self.stop_file]
-        if self.run_dir:
-            files.append(Path(self.run_dir) / "STOP")
-        return files
 
     # ----------------------------------------------------------------------- the attempt log
 
@@ -656,12 +624,6 @@ class Supervisor:
         records = parse_lines(last_lines)  # the last line may be incomplete
         steps = [record["step"] for record in records if has_only(NUMBER, record, ["step"])]
         return steps[-1] if steps else 0
-
-    def clean_up(self):
-        try:
-            self.directory.rmdir()  # fails if it holds the attempt log
-        except OSError:
-            pass
 
 
 class Evidence:
@@ -917,24 +879,6 @@ def files_changed_since(then):
             if os.stat(name).st_mtime > then:
                 changed.append(name)
     return changed
-
-
-def claim_job():
-    """(name of the job, a socket that claims this name on this host until this process ends).
-
-    A second supervisor in the same job gets a name of its own. Otherwise, its attempts could take
-    over the run directory of the first one.
-    """
-    claim = socket.socket(socket.AF_UNIX)
-    own_name = f"{HOST}-{os.getpid()}"
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
-    if not job:
-        return own_name, claim
-    try:
-        claim.bind(f"\0supervise.py of {os.getuid()}, job {job}")  # \0: not a file
-    except OSError:  # in use
-        return f"{job}-{own_name}", claim
-    return job, claim
 
 
 def end_of_job():

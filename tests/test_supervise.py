@@ -106,6 +106,10 @@ def causes(directory) -> list[str]:
     return [attempt["cause"] for attempt in attempts(directory)]
 
 
+def names_in(directory) -> list[str]:
+    return [path.name for path in directory.rglob("*") if path.is_file()]
+
+
 def wait_for_attempt(directory, number: int = 1) -> None:
     """Until the attempt log of the run has this many attempts; the last one is running."""
     run = directory / "run"
@@ -421,7 +425,7 @@ def test_events_of_the_ranks_are_recorded(tmp_path, supervise):
     assert code == 0, text
     (attempt,) = attempts(tmp_path / "logs")
     assert attempt["events"] == [{"event": "slow_rank", "ranks": [1]}]
-    assert not list(tmp_path.rglob("events_*"))
+    assert names_in(tmp_path / "logs") == ["attempts.jsonl"]
 
 
 def test_a_command_is_run_after_each_attempt(tmp_path, supervise):
@@ -630,7 +634,7 @@ def test_a_node_that_did_not_answer_in_two_hangs_is_replaced_by_a_spare(tmp_path
     events = [attempt["events"] for attempt in attempts(tmp_path)]
     assert [len(found) for found in events] == [0, 1, 0]
     assert events[1][0]["hosts"] == ["n2.site"]
-    assert not list(tmp_path.rglob("nodes_*"))
+    assert names_in(tmp_path / "logs") == ["attempts.jsonl"]
 
 
 def test_a_node_whose_gpu_has_failed_is_replaced_at_once(tmp_path, supervise):
@@ -655,8 +659,12 @@ def supervisor(monkeypatch, tmp_path):
     """A Supervisor that has not started anything, and its module."""
     module = load(SUPERVISE)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setenv("EXCLUDED_NODES", "")
-    return module, module.Supervisor("7", ["true"], tmp_path, tmp_path)
+    for name in ("EXCLUDED_NODES", "SLURM_JOB_ID", "PBS_JOBID"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("LOG_DIR", str(tmp_path))
+    us = module.Supervisor(["true"])
+    us.files = tmp_path
+    return module, us
 
 
 def left_out_after(us, *failures, nnodes: int = 1) -> list[str]:
@@ -735,7 +743,6 @@ def test_only_srun_is_told_the_nodes_and_the_master(supervisor, monkeypatch):
     _, us = supervisor
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     us.job_nodes = us.nodes = ["n1", "n2"]
-    us.name_files()
     assert us.command_on_nodes() == ["true"] and "MASTER_ADDR" not in us.environment()
     us.command = ["srun", "x"]
     assert us.command_on_nodes() == ["srun", "--nodes=2", "--nodelist=n1,n2", "x"]

@@ -226,7 +226,7 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
     (run / "failure").write_text(failure)
 
     def end_of_an_attempt():
-        supervisor = supervise.Supervisor("7", ["true"], run, tmp_path)
+        supervisor = supervise.Supervisor(["true"])
         found = supervise.read_status(run / "status")
         supervisor.run_dir = str(run)
         cause, reason = supervisor.cause(code, found, supervise.read_json(run / "failure"))
