@@ -134,7 +134,7 @@ def main():
         if nodes and is_srun(command):
             choose_master(os.environ, nodes)
         os.execvp(command[0], command)
-    adopt_orphans()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     return Supervisor(command).keep_alive()
 
 
@@ -509,44 +509,41 @@ class Supervisor:
     def run(self, env):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
         try:
-            self.child = child = subprocess.Popen(
+            self.child = subprocess.Popen(
                 self.command_on_nodes(), env=env, start_new_session=True, preexec_fn=die_with_parent
             )
         except OSError as error:
             log(f"error: cannot start {self.command[0]}: {error.strerror}")
             return 2
-        while True:
-            try:
-                code = child.wait(timeout=0.2)
-                break
-            except subprocess.TimeoutExpired:
-                self.watch(child)
-        while code < 0 and self.signals and not self.killed and is_alive(child):
-            self.watch(child)  # the scheduler killed the shell, but its children still save
+        while self.child.poll() is None:
             time.sleep(0.2)
-        kill_group(child)  # processes that COMMAND may have left behind
-        if code != 0:
+            self.watch()
+        code = self.child.returncode
+        while code < 0 and self.signals and not self.killed and descendants():
+            time.sleep(0.2)  # the scheduler killed the shell, but its children still save
+            self.watch()
+        if code != 0 or self.killed:
             kill_descendants()  # for example, ranks whose torchrun was killed
         return code
 
-    def watch(self, child):
+    def watch(self):
         """Call monitor(), whatever files it finds: an error of ours should not end the training."""
         try:
-            self.monitor(child)
+            self.monitor()
         except Exception as error:
             text = f"WARNING: {type(error).__name__}: {error}; the training goes on"
             if text != self.warning:
                 log(text)
             self.warning = text
 
-    def monitor(self, child):
+    def monitor(self):
         """Record the run directory, forward stop requests."""
         if not self.is_recorded:
             self.record_start()
         if not self.stopping_since:
             self.stop_if_requested()
         if self.stopping_since and not self.killed:
-            self.kill_if_too_slow(child)
+            self.kill_if_too_slow()
 
     def record_start(self):
         """Write the attempt to the attempt log as soon as the training owns its run directory."""
@@ -575,7 +572,7 @@ class Supervisor:
         log(f"{reason}: saving and stopping; press Ctrl-C again to kill the training")
         (self.files / "STOP_FILE").touch()
 
-    def kill_if_too_slow(self, child):
+    def kill_if_too_slow(self):
         """Kill the training after STOP_SECONDS, in time for a requeue, or at a second Ctrl-C."""
         since = self.stopping_since
         pressed_again = any(name == "SIGINT" and when > since + 1 for name, when in self.signals)
@@ -584,7 +581,15 @@ class Supervisor:
             limit = min(limit, self.end_of_job - self.reserve / 4)
         if pressed_again or time.time() > limit:
             self.killed = True
-            kill_group(child)
+            self.kill_command()
+
+    def kill_command(self):
+        """Send SIGTERM, SIGINT (which makes our launchers kill all), SIGKILL, until it exits."""
+        for number, seconds in ((signal.SIGTERM, 2), (signal.SIGINT, 6), (signal.SIGKILL, 5)):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self.child.pid, number)
+                self.child.wait(seconds)
+                return
 
     # ----------------------------------------------------------------------- the attempt log
 
@@ -772,48 +777,21 @@ def parse_json(text):
 # ------------------------------------------------------------------------------------ processes
 
 
-def kill_group(child):
-    """Send SIGTERM, SIGINT (which makes our launchers kill all), SIGKILL, until all have exited."""
-    for number, seconds in ((signal.SIGTERM, 2), (signal.SIGINT, 6), (signal.SIGKILL, 5)):
-        try:
-            os.killpg(child.pid, number)
-        except ProcessLookupError:
-            return
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if not is_alive(child):
-                return
-            time.sleep(0.05)
-
-
-def is_alive(child):
-    """Whether any process of its group is alive."""
-    if child.poll() is None:
-        return True
-    reap(-child.pid)  # a process that has ended is in its group until its parent asks
-    try:
-        os.killpg(child.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def die_with_parent():
     """For preexec_fn: stop the launch if supervise.py is killed. In batch jobs, Slurm does that."""
     by_slurm = os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()  # PBS sets it, too
-    if sys.platform == "linux" and not by_slurm:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not by_slurm:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def adopt_orphans():
-    """From now on, a descendant whose parent is killed becomes a child of this process."""
+def prctl(option, value):
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def kill_descendants():
     """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive."""
-    for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
+    for number, seconds in ((signal.SIGTERM, 8), (signal.SIGKILL, 5)):
         for process in descendants():
             with suppress(ProcessLookupError):
                 os.kill(process, number)
@@ -824,34 +802,20 @@ def kill_descendants():
 
 def descendants():
     """The process ids of the descendants that are alive; [] if there is no /proc."""
-    children = {}
+    parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             # PID (COMMAND) STATE PARENT ...; spaces and parentheses in the command
             fields = file.read_text(errors="replace").rpartition(")")[2].split()
             state, parent = fields[:2]
-            process = int(file.parent.name)
-            if state == "Z":
-                reap(process)
-            else:
-                children.setdefault(int(parent), []).append(process)
+            if state != "Z":  # not one that has ended
+                parents[int(file.parent.name)] = int(parent)
     found = []
-    parents = [os.getpid()]
-    while parents:
-        for process in children.get(parents.pop(), []):
-            found.append(process)
-            parents.append(process)
+    generation = [os.getpid()]
+    while generation:
+        generation = [process for process in parents if parents[process] in generation]
+        found += generation
     return found
-
-
-def reap(process):
-    """Remove a child that has ended from the kernel's list; -GROUP: all such of a process group.
-
-    Orphans that this process has adopted are its children, too.
-    """
-    with suppress(ChildProcessError):
-        while os.waitpid(process, os.WNOHANG)[0] != 0:
-            pass
 
 
 # --------------------------------------------------------------- the job, of Slurm, PBS or neither

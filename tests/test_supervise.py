@@ -444,7 +444,7 @@ def test_a_command_is_run_after_each_attempt(tmp_path, supervise):
 RUN_ON_EVENT = """
 import supervise
 supervise.ON_EVENT_SECONDS = 1
-supervise.adopt_orphans()
+supervise.prctl(supervise.PR_SET_CHILD_SUBREAPER, 1)
 supervise.run_on_event({})
 """
 
@@ -549,7 +549,7 @@ def test_a_training_that_does_not_stop_at_the_time_limit_is_killed_in_time_for_t
     code, text = supervise(*command, **job, END=time.strftime("%FT%T", time.localtime(end)))
     (attempt,) = attempts(tmp_path / "logs")
     assert attempt["cause"] == "killed" and requeues.read_text() == "requeue\n", text
-    assert attempt["end"] < end + 9  # kill_group() takes some seconds if SIGTERM is ignored
+    assert attempt["end"] < end + 9  # kill_command() takes some seconds if SIGTERM is ignored
 
 
 def test_a_job_that_saves_new_steps_is_requeued_without_a_limit(tmp_path, fake, supervise):
