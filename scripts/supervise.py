@@ -83,6 +83,7 @@ PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants be
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
 SSH_FAILED = 255  # exit code of ssh and of launch.py
+SIGKILLED = (-9, 137)  # exit code of a process that was killed, and of a shell whose child was
 # Variables with the names of files, by which supervise.py and the training communicate.
 FILES = ("STOP_FILE", "STATUS_FILE", "FAILURE_FILE", "EVENTS_FILE", "NODES_FILE")
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
@@ -221,8 +222,9 @@ class Supervisor:
         self.deadline = min(self.end_of_job, now + number("MAX_DURATION"))
         # The training is asked to stop this many seconds before the deadline.
         self.reserve = min(120, (self.deadline - now) / 10)
-        self.signals = []  # (name, time) of each signal received
+        self.signals = []  # names of those received
         self.stopping_since = None
+        self.pressed_again = False  # Ctrl-C
         self.killed = False  # by us, because it did not stop
         self.warning = ""  # the last one of watch()
         self.child = None  # the process of COMMAND
@@ -240,17 +242,15 @@ class Supervisor:
         signal.signal(signal.SIGQUIT, self.forward)
 
     def on_signal(self, number, _frame):
-        name = signal.Signals(number).name
-        self.signals.append((name, time.time()))
+        if number == signal.SIGINT and self.stopping_since:  # within a second, it is the same one
+            self.pressed_again = time.time() > self.stopping_since + 1
+        self.signals.append(signal.Signals(number).name)
 
     def forward(self, number, _frame):
         """A request for stacks, which would end other programs than our launchers."""
         is_ours = any("scripts/" in word for word in self.command[:2])
         if self.child and is_ours and not is_srun(self.command):
             self.child.send_signal(number)
-
-    def signal_names(self):
-        return [name for name, _ in self.signals]
 
     def keep_alive(self):
         """Run attempts until the training ends. Returns the exit code."""
@@ -316,7 +316,7 @@ class Supervisor:
         if self.crashes >= NO_PROGRESS or attempt["cause"] in WOULD_REPEAT:
             return False
         if self.signals:
-            return all(name in ON_TIME for name in self.signal_names())
+            return all(name in ON_TIME for name in self.signals)
         return self.killed  # after the time limit
 
     def report(self, attempt, decision):
@@ -476,35 +476,32 @@ class Supervisor:
 
     def cause(self, code, status, failure):
         """Why an attempt ended: (one of the causes above, reason)."""
-        asked = "time limit"
-        if self.signals:
-            asked = ", ".join(self.signal_names())
-
+        asked = ", ".join(self.signals) or "time limit"
         state = status.get("state")
         reason = status.get("reason", "")
         # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
         # If ssh has lost the connection to a host, node.py does so there.
-        launcher_failed = code in (-9, 137, SSH_FAILED) and not self.signals
+        launcher_failed = code in (*SIGKILLED, SSH_FAILED) and not self.signals
         orphaned = launcher_failed and state == "stopped" and reason == "SIGTERM"
         if state in ("finished", "stopped") and not orphaned:
             if reason == "STOP file" and self.stopping_since:  # our own file
                 reason = asked
             return state, reason
-        if code == 0 and not failure:
-            if self.stopping_since:
-                return "stopped", asked
-            return "ended", "exit code 0, but the training wrote no STATUS_FILE"
-
         if failure:
-            rank = ""
-            if "rank" in failure:
-                rank = f"rank {failure['rank']} on "
+            rank = f"rank {failure['rank']} on " if "rank" in failure else ""
             return failure["cause"], f"{rank}{failure['host']}: {failure['reason']}"
+        if code == 0 and self.stopping_since:
+            return "stopped", asked
+        if code == 0:
+            return "ended", "exit code 0, but the training wrote no STATUS_FILE"
         if self.killed:
             return "killed", "it did not stop in time (STOP_SECONDS), or you pressed Ctrl-C twice"
         if code == 2:
             return "configuration", "see the error above"
-        return cause_of_exit_code(code)
+        if code in SIGKILLED:
+            return "killed", "killed (SIGKILL); out of memory? (see dmesg)"
+        remedy = "see the errors above; if there are none, see dmesg"
+        return "killed", f"exit code {code} and no error report: {remedy}"
 
     def run(self, env):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
@@ -552,18 +549,13 @@ class Supervisor:
             return
         self.run_dir = status.get("run_dir") or self.run_dir
         self.is_recorded = True
-        of_this_job = [r for r in self.log_records() if r["attempt"].startswith(f"{self.job}.")]
-        changed = files_changed_since(of_this_job[0]["start"]) if of_this_job else []
-        if changed:
-            names = ", ".join(changed[:5])
-            log(f"WARNING: changed since the first attempt, which trained other code: {names}")
         self.record({**self.begun, "cause": "running"})
 
     def stop_if_requested(self):
         """Ask the training to stop, after a signal or shortly before the end of the time."""
         out_of_time = time.time() > self.deadline - self.reserve
         if self.signals:
-            reason = self.signals[0][0]
+            reason = self.signals[0]
         elif out_of_time:
             reason = "time limit"
         else:
@@ -574,12 +566,10 @@ class Supervisor:
 
     def kill_if_too_slow(self):
         """Kill the training after STOP_SECONDS, in time for a requeue, or at a second Ctrl-C."""
-        since = self.stopping_since
-        pressed_again = any(name == "SIGINT" and when > since + 1 for name, when in self.signals)
-        limit = since + number("STOP_SECONDS")
+        limit = self.stopping_since + number("STOP_SECONDS")
         if not self.signals:  # at the time limit; after it, Slurm would no longer requeue the job
             limit = min(limit, self.end_of_job - self.reserve / 4)
-        if pressed_again or time.time() > limit:
+        if self.pressed_again or time.time() > limit:
             self.killed = True
             self.kill_command()
 
@@ -695,20 +685,6 @@ def split_names(text):
     return [name for name in text.split(",") if name]
 
 
-def cause_of_exit_code(code):
-    """(cause, reason) of an attempt that left no error report. Of a shell, code is 128 + signal."""
-    number = code - 128 if code > 128 else -code
-    if number == signal.SIGKILL:
-        return "killed", "killed (SIGKILL); out of memory? (see dmesg)"
-    if number == signal.SIGABRT:
-        return "exception", "aborted (SIGABRT), as by NCCL's watchdog: see the errors above"
-    if code == SSH_FAILED:
-        reason = "exit code 255, as of ssh or pbsdsh when a node is lost: see the errors above"
-        return "killed", reason
-    remedy = "see the errors above; if there are none, see dmesg"
-    return "killed", f"exit code {code} and no error report: {remedy}"
-
-
 def complete(record, successor):
     """Complete the record of an attempt whose supervisor was killed, from that of the next one."""
     step = successor["start_step"]
@@ -821,28 +797,10 @@ def descendants():
 # --------------------------------------------------------------- the job, of Slurm, PBS or neither
 
 
-def git(*words):
-    """What git prints in the current directory; "" if there is none."""
-    try:
-        result = subprocess.run(["git", *words], capture_output=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.decode(errors="replace").strip()
-
-
 def code_version():
     """The commit of the current directory, and whether files differ from it; "" without git."""
-    return git("describe", "--always", "--dirty=, modified", "--exclude=*")
-
-
-def files_changed_since(then):
-    """The tracked files of the current directory that were written after this time."""
-    changed = []
-    for name in git("ls-files").splitlines():
-        with suppress(OSError):
-            if os.stat(name).st_mtime > then:
-                changed.append(name)
-    return changed
+    version = output_of("git", "describe", "--always", "--dirty=, modified", "--exclude=*") or ""
+    return version.strip()
 
 
 def end_of_job():
@@ -860,11 +818,8 @@ def end_of_job():
 
 
 def how_to_resume():
-    in_pbs = os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
-    if in_pbs or (os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()):
-        return "submit the same command again"
-    if slurm_id() or os.environ.get("PBS_JOBID"):  # a batch script in an interactive job
-        return "run the same command again"
+    if slurm_id() or os.environ.get("PBS_JOBID"):
+        return "submit or run the same command again"
     command = " ".join(shlex.quote(word) for word in sys.argv)
     return re.sub(r" --stop-at-step[= ]\d+", "", command)  # it would stop there at once
 
@@ -876,15 +831,13 @@ def submit_without(nodes):
 # ---------------------------------------------------------------------------------------- Slurm
 
 
-def slurm(*command):
-    """The output of a command of Slurm or PBS; None if it fails."""
+def output_of(*command):
+    """What a command prints; None if it fails."""
     try:
-        result = subprocess.run(command, capture_output=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        result = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    if result.returncode != 0:
-        return None
-    return result.stdout.decode()
+    return result.stdout.decode(errors="replace")
 
 
 def nodes_of_job():
@@ -892,7 +845,7 @@ def nodes_of_job():
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         return []
-    text = slurm("scontrol", "show", "hostnames", nodes) or ""
+    text = output_of("scontrol", "show", "hostnames", nodes) or ""
     return text.split()
 
 
@@ -910,7 +863,7 @@ def slurm_job():
     job = slurm_id()
     if not job:
         return {}
-    text = slurm("scontrol", "show", "job", job) or ""
+    text = output_of("scontrol", "show", "job", job) or ""
     return dict(re.findall(r"(\w+)=(\S*)", text))
 
 
@@ -927,7 +880,7 @@ def exclude(job, nodes):
     names = nodes if earlier == "(null)" else [earlier, *nodes]
     command = ["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}"]
     for _ in range(5):  # until Slurm has processed the requeue
-        if slurm(*command) is not None:
+        if output_of(*command) is not None:
             return
         time.sleep(0.5)
     log(f"Slurm does not exclude {', '.join(nodes)}: scancel {job}; {submit_without(nodes)}")
@@ -970,7 +923,7 @@ def requeue_job():
 
 def pbs_job():
     """The attributes of this job: {name: text}. Torque's names differ from those of OpenPBS."""
-    text = slurm("qstat", "-f", os.environ["PBS_JOBID"]) or ""
+    text = output_of("qstat", "-f", os.environ["PBS_JOBID"]) or ""
     unwrapped = text.replace("\n\t", "")
     return dict(re.findall(r"(?m)^    (\S+) = (.*)$", unwrapped))
 
