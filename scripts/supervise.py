@@ -358,33 +358,40 @@ class Supervisor:
     def find_nodes(self):
         self.wanted = number("NNODES")
         self.job_nodes = nodes_of_job()
-        self.left_out = split_names(os.environ.get("EXCLUDED_NODES", ""))
+        self.left_out = os.environ.get("EXCLUDED_NODES", "").replace(",", " ").split()
         # of the next attempt
         self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
         if len(self.nodes) < len(self.job_nodes):
             used = f"{len(self.nodes)} of the job's {len(self.job_nodes)} nodes"
             log(f"training on {used} (NNODES, EXCLUDED_NODES); the others are spares")
-        self.evidence = Evidence(has_excluded_nodes())
+        self.silent_hosts = []  # for each hang, the host of which alone ranks did not answer
         self.bad_node = ""  # "replaced" by a spare node, or there is "no spare"
 
     def leave_out_bad_nodes(self, attempt):
         """Leave out the nodes with evidence against them, if others can take their place."""
         self.bad_node = ""
-        if made_progress(attempt):
-            self.evidence.may_be_the_script = False
-        given = self.job_nodes or self.launcher_hosts
-        for host, why in self.evidence.of(self.failure, attempt["events"]).items():
-            node = name_among(given, host)
-            if node and node not in self.left_out:
-                self.leave_out(node, why, given, attempt)
+        for event in attempt["events"]:
+            if event.get("event") == "gpu_failed":
+                self.leave_out(event["host"], "its GPU has failed", attempt)
+        silent = self.failure.get("silent_hosts", [])
+        if len(silent) == 1:  # if several hosts are silent, the network may be at fault
+            self.silent_hosts += silent
+            hangs = self.silent_hosts.count(silent[0])
+            if hangs >= HANGS:
+                why = f"a rank on it did not answer in {hangs} hangs"
+                self.leave_out(silent[0], why, attempt)
 
-    def leave_out(self, node, why, given, attempt):
-        """given: the names of all nodes that the launcher may use."""
+    def leave_out(self, host, why, attempt):
+        given = self.job_nodes or self.launcher_hosts  # all that may be used
+        node = name_among(given, host)
+        if not node or node in self.left_out:
+            return
         left_out = [*self.left_out, node]
         remaining = [other for other in given if other not in left_out]
         if self.wanted and len(remaining) >= self.wanted:
             self.bad_node = "replaced"
             what = f"{node} is left out: {why}; a spare node takes its place"
+            self.nodes = choose_nodes(self.job_nodes, left_out, self.wanted)
         elif self.job_nodes:
             self.bad_node = "no spare"
             what = f"{node} is to be left out: {why}; there is no spare node"
@@ -392,12 +399,9 @@ class Supervisor:
             log(f"WARNING: {node} may be defective: {why}; there is no spare node (NNODES)")
             return
         self.left_out = left_out
-        self.evidence.may_be_the_script = True
-        if self.bad_node == "replaced":
-            self.nodes = choose_nodes(self.job_nodes, left_out, self.wanted)
         os.environ["EXCLUDED_NODES"] = ",".join(left_out)
         event = {"time": time.time(), "event": "node_left_out", "text": what, "hosts": [node]}
-        attempt["events"].append(event)
+        attempt["events"] = [*attempt["events"], event]
         log(what)
 
     # ------------------------------------------------------------------------- one attempt
@@ -462,9 +466,6 @@ class Supervisor:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
         if self.nodes and is_srun(self.command):
             choose_master(env, self.nodes)
-        if self.nodes != self.job_nodes:
-            env["SLURM_JOB_NODELIST"] = ",".join(self.nodes)  # srun uses these nodes only
-            env["SLURM_NNODES"] = str(len(self.nodes))
         return env
 
     def command_on_nodes(self):
@@ -621,30 +622,6 @@ class Supervisor:
         return steps[-1] if steps else 0
 
 
-class Evidence:
-    """What speaks against a node. An error of the script never does."""
-
-    def __init__(self, may_be_the_script):
-        # A node was left out after hangs, and nothing was saved since: more hangs of this kind
-        # may be the script's fault, for example a lock that is never released.
-        self.may_be_the_script = may_be_the_script
-        self.hangs = {}  # {host: number of hangs in which only ranks on it did not answer}
-
-    def of(self, failure, events):
-        """{host: why it should be left out}. failure, events: of the attempt that has ended."""
-        found = {}
-        for event in events:
-            if event.get("event") == "gpu_failed":
-                found[event["host"]] = "its GPU has failed"
-        hosts = failure.get("silent_hosts", [])
-        if len(hosts) == 1:  # if several hosts are silent, the network may be at fault
-            host = hosts[0]
-            self.hangs[host] = self.hangs.get(host, 0) + 1
-            if self.hangs[host] >= HANGS and not self.may_be_the_script:
-                found[host] = f"a rank on it did not answer in {self.hangs[host]} hangs"
-        return found
-
-
 def choose_nodes(nodes, left_out, wanted):
     """The first of the nodes that are not left out; wanted: how many, 0: all.
 
@@ -676,13 +653,9 @@ def choose_master(env, nodes):
 def name_among(nodes, host):
     """The node's name in this list: the same, or the same up to the first dot. None: not there."""
     for node in nodes:
-        if node == host or node.split(".")[0] == host.split(".")[0]:
+        if node.split(".")[0] == host.split(".")[0]:
             return node
     return None
-
-
-def split_names(text):
-    return [name for name in text.split(",") if name]
 
 
 def complete(record, successor):
@@ -865,13 +838,6 @@ def slurm_job():
         return {}
     text = output_of("scontrol", "show", "job", job) or ""
     return dict(re.findall(r"(\w+)=(\S*)", text))
-
-
-def has_excluded_nodes():
-    """Whether this Slurm job was requeued and excludes nodes, maybe because of hangs."""
-    if not slurm_id() or number("SLURM_RESTART_COUNT") == 0:
-        return False
-    return slurm_job().get("ExcNodeList", "(null)") != "(null)"
 
 
 def exclude(job, nodes):

@@ -681,8 +681,7 @@ def left_out_after(us, *failures, nnodes: int = 1) -> list[str]:
         ([SILENT] * 3, 0, []),  # no NNODES
         ([{"silent_hosts": ["n2", "n3"]}] * 3, 1, []),
         ([{"silent_hosts": ["n9"]}] * 3, 1, []),  # another host
-        # Hangs that follow the rank to the spare are the fault of the script.
-        ([SILENT] * 2 + [{"silent_hosts": ["n3"]}] * 3, 1, ["n2.site"]),
+        ([SILENT] * 2 + [{"silent_hosts": ["n3"]}] * 3, 2, ["n2.site"]),  # the spare is in use
         # The last node is not left out.
         ([{"gpu": "n1"}, {"gpu": "n2"}, {"gpu": "n3"}], 1, ["n1.site", "n2.site"]),
     ],
