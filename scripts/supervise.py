@@ -76,8 +76,6 @@ from pathlib import Path
 NO_PROGRESS = 3  # crashes, or starts of the job, in a row without progress before giving up
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 WOULD_REPEAT = ("configuration", "NaN", "in use")
-# What the training writes: these are numbers.
-STATUS_NUMBERS = ("start_step", "global_step", "saved_step", "world_size")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
@@ -98,6 +96,15 @@ NUMBERS = {  # environment variables, and their defaults
     "SLURM_RESTART_COUNT": 0,
 }
 NUMBER = (int, float)
+STATUS = {  # types of what supervise.py reads in STATUS_FILE
+    "state": str,
+    "reason": str,
+    "run_dir": str,
+    "start_step": NUMBER,
+    "global_step": NUMBER,
+    "saved_step": NUMBER,
+    "world_size": NUMBER,
+}
 # Without these, a step of srun gets what Slurm has granted, whatever the job requested per task:
 # --gres on sbatch's command line does not change them.
 OF_THE_JOB = re.compile(
@@ -416,7 +423,13 @@ class Supervisor:
             log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
 
         env = self.environment()
-        self.begun = {"attempt": env["ATTEMPT_ID"], "start": time.time(), "code": code_version()}
+        self.begun = {
+            "attempt": env["ATTEMPT_ID"],
+            "start": time.time(),
+            "code": code_version(),
+            "hosts": self.nodes or [HOST],
+            "events": [],
+        }
         self.is_recorded = False  # whether the attempt log has it, with the cause "running"
         code = self.run(env)
 
@@ -430,27 +443,11 @@ class Supervisor:
         return {
             **self.begun,
             "end": time.time(),
-            **self.steps(status),
-            "hosts": self.nodes or [HOST],
+            **steps(status),
             "world_size": status.get("world_size"),
             "cause": cause,
             "reason": reason,
             "events": events,
-        }
-
-    def steps(self, status):
-        """The part of the record that comes from the training: its status and its metrics."""
-        last_step = 0
-        if status.get("state"):
-            last_step = self.last_recorded_step()
-        start = status.get("start_step", 0)
-        end = max(start, status.get("global_step", 0), last_step)
-        saved = max(start, status.get("saved_step", 0))
-        return {
-            "start_step": start,
-            "end_step": end,
-            "saved_step": saved,
-            "recomputed": max(0, end - saved),
         }
 
     def environment(self):
@@ -598,10 +595,13 @@ class Supervisor:
         """
         records = []
         for old in self.log_records():
-            if (old["attempt"], old["start"]) == (attempt["attempt"], attempt["start"]):
+            if old["start"] == attempt["start"]:
                 continue
-            if old["cause"] == "running" and "start_step" in attempt:
-                complete(old, attempt)
+            if old["cause"] == "running" and "end" in attempt:
+                step = attempt["start_step"]
+                old.update(start_step=step, end_step=step, saved_step=step, recomputed=0)
+                old.update(end=attempt["start"], world_size=None)
+                old.update(cause="killed", reason="together with its supervisor")
             records.append(old)
         records.append(attempt)
         text = "".join(json.dumps(record) + "\n" for record in records)
@@ -611,15 +611,6 @@ class Supervisor:
             new.replace(self.log_file())
         except OSError as error:
             log(f"WARNING: cannot write {self.log_file()}: {error}")
-
-    def last_recorded_step(self):
-        """The step of the last record in metrics.jsonl; 0 if there is none."""
-        if not self.run_dir:
-            return 0
-        last_lines = lines_of(Path(self.run_dir) / "metrics.jsonl")[-3:]
-        records = parse_lines(last_lines)  # the last line may be incomplete
-        steps = [record["step"] for record in records if has_only(NUMBER, record, ["step"])]
-        return steps[-1] if steps else 0
 
 
 def choose_nodes(nodes, left_out, wanted):
@@ -658,19 +649,28 @@ def name_among(nodes, host):
     return None
 
 
-def complete(record, successor):
-    """Complete the record of an attempt whose supervisor was killed, from that of the next one."""
-    step = successor["start_step"]
-    record["start_step"] = step
-    record["end_step"] = step
-    record["saved_step"] = step
-    record["recomputed"] = 0
-    record["end"] = successor["start"]
-    record["hosts"] = []
-    record["world_size"] = None
-    record["cause"] = "killed"
-    record["reason"] = "together with its supervisor"
-    record["events"] = []
+def steps(status):
+    """The part of the record that comes from the training: its status and its metrics."""
+    last_step = last_recorded_step(status["run_dir"]) if status.get("run_dir") else 0
+    start = status.get("start_step", 0)
+    end = max(start, status.get("global_step", 0), last_step)
+    saved = max(start, status.get("saved_step", 0))
+    return {
+        "start_step": start,
+        "end_step": end,
+        "saved_step": saved,
+        "recomputed": max(0, end - saved),
+    }
+
+
+def last_recorded_step(run_dir):
+    """The step of the last record in metrics.jsonl; 0 if there is none."""
+    step = 0
+    last_lines = lines_of(Path(run_dir) / "metrics.jsonl")[-3:]
+    for record in parse_lines(last_lines):  # the last line may be incomplete
+        if isinstance(record.get("step"), NUMBER):
+            step = record["step"]
+    return step
 
 
 def lines_of(path):
@@ -688,10 +688,9 @@ def read_json(path):
 def read_status(path):
     """What the training, any script, has reported; {} if a value is not what it should be."""
     status = read_json(path)
-    numbers = [name for name in STATUS_NUMBERS if name in status]
-    texts = [name for name in ("state", "reason", "run_dir") if name in status]
-    if not has_only(NUMBER, status, numbers) or not has_only(str, status, texts):
-        return {}
+    for name, kind in STATUS.items():
+        if name in status and not isinstance(status[name], kind):
+            return {}
     if "\0" in status.get("run_dir", ""):
         return {}
     return status
@@ -701,11 +700,6 @@ def read_failure(path):
     """What the first rank to fail, of any script, has reported; {} if something is missing."""
     failure = read_json(path)
     return failure if {"cause", "reason", "host"} <= failure.keys() else {}
-
-
-def has_only(kind, record, names):
-    """Whether the record has values of this type with all these names."""
-    return all(isinstance(record.get(name), kind) for name in names)
 
 
 def parse_lines(lines):

@@ -231,7 +231,8 @@ def test_records_of_supervise(tmp_path, attempts, metrics, status, failure, code
         supervisor.run_dir = str(run)
         cause, reason = supervisor.cause(code, found, supervise.read_json(run / "failure"))
         attempt = {"attempt": "7.2", "start": 10.0, "end": 12.0, "hosts": ["n01"]}
-        attempt |= supervisor.steps(found)
+        attempt |= supervise.steps(found)
+        assert supervise.last_recorded_step(run) is not None
         attempt |= {"world_size": found.get("world_size"), "cause": cause, "reason": reason}
         supervisor.record(attempt)
         supervisor.count_crash(attempt)
