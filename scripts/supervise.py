@@ -137,17 +137,17 @@ def main():
         log(f"error: cannot start {command[0]}: there is no such program")
         return 2
     if never_restarts():
-        os.environ["ATTEMPT"] = "1"
-        nodes = nodes_of_job()
-        if nodes and is_srun(command):
-            choose_master(os.environ, nodes)
+        choose_master(os.environ, command, nodes_of_job())
         os.execvp(command[0], command)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     return Supervisor(command).keep_alive()
 
 
 def number(name):
-    """The value of an environment variable, one of NUMBERS. Raises ValueError with its name."""
+    """The value of one of NUMBERS in the environment, of the type of its default.
+
+    Raises ValueError with its name.
+    """
     default = NUMBERS[name]
     text = os.environ.get(name)
     if not text:
@@ -366,8 +366,7 @@ class Supervisor:
         self.wanted = number("NNODES")
         self.job_nodes = nodes_of_job()
         self.left_out = os.environ.get("EXCLUDED_NODES", "").replace(",", " ").split()
-        # of the next attempt
-        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
+        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)  # of an attempt
         if len(self.nodes) < len(self.job_nodes):
             used = f"{len(self.nodes)} of the job's {len(self.job_nodes)} nodes"
             log(f"training on {used} (NNODES, EXCLUDED_NODES); the others are spares")
@@ -377,9 +376,9 @@ class Supervisor:
     def leave_out_bad_nodes(self, attempt):
         """Leave out the nodes with evidence against them, if others can take their place."""
         self.bad_node = ""
-        for event in attempt["events"]:
-            if event.get("event") == "gpu_failed":
-                self.leave_out(event["host"], "its GPU has failed", attempt)
+        failed = [e["host"] for e in attempt["events"] if e.get("event") == "gpu_failed"]
+        for host in dict.fromkeys(failed):  # several ranks of a host may report it
+            self.leave_out(host, "its GPU has failed", attempt)
         silent = self.failure.get("silent_hosts", [])
         if len(silent) == 1:  # if several hosts are silent, the network may be at fault
             self.silent_hosts += silent
@@ -389,6 +388,7 @@ class Supervisor:
                 self.leave_out(silent[0], why, attempt)
 
     def leave_out(self, host, why, attempt):
+        """Leave out the node of this host, if another one can take its place."""
         given = self.job_nodes or self.launcher_hosts  # all that may be used
         node = name_among(given, host)
         if not node or node in self.left_out:
@@ -461,8 +461,7 @@ class Supervisor:
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
-        if self.nodes and is_srun(self.command):
-            choose_master(env, self.nodes)
+        choose_master(env, self.command, self.nodes)
         return env
 
     def command_on_nodes(self):
@@ -629,8 +628,10 @@ def is_srun(command):
     return Path(command[0]).name == "srun"
 
 
-def choose_master(env, nodes):
-    """MASTER_ADDR and MASTER_PORT for all nodes; the port is free, if this is the first one."""
+def choose_master(env, command, nodes):
+    """For srun: MASTER_ADDR and MASTER_PORT; the port is free, if this is the first node."""
+    if not nodes or not is_srun(command):
+        return
     from guard import free_port, port_of_job  # an older Python cannot read that file
 
     master = env.get("MASTER_ADDR") or nodes[0]
@@ -849,32 +850,25 @@ def exclude(job, nodes):
 def requeue(left_out=()):
     """Requeue this Slurm job, without these nodes. Returns whether Slurm will start it again."""
     job = slurm_id()
-    is_requeued = requeue_job()
-    if job and is_requeued and left_out:
-        exclude(job, left_out)
-    return is_requeued
-
-
-def requeue_job():
-    """Returns whether Slurm will start this job again."""
-    job = slurm_id()
     if not job:
         return False
     facts = slurm_job()
     state = facts.get("JobState")
     if state not in (None, "RUNNING") and facts.get("Reason") != "TimeLimit":
         log(f"job {job} is {state}: Slurm will end or restart it")
-        return True
-    log(f"requeueing job {job}")
-    try:  # This kills the job at once, so everything must be on disk by now.
-        command = ["scontrol", "requeue", job]
-        answer = subprocess.run(command, stderr=subprocess.PIPE, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log(f"Slurm does not requeue job {job}: {error}")
-        return False
-    if answer.returncode != 0:
-        log(f"Slurm does not requeue job {job}: {answer.stderr.decode().strip()}")
-        return False
+    else:
+        log(f"requeueing job {job}")
+        try:  # This kills the job at once, so everything must be on disk by now.
+            command = ["scontrol", "requeue", job]
+            subprocess.run(command, stderr=subprocess.PIPE, timeout=60, check=True)
+        except subprocess.CalledProcessError as error:
+            log(f"Slurm does not requeue job {job}: {error.stderr.decode().strip()}")
+            return False
+        except (OSError, subprocess.TimeoutExpired) as error:
+            log(f"Slurm does not requeue job {job}: {error}")
+            return False
+    if left_out:
+        exclude(job, left_out)
     return True
 
 
