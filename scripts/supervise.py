@@ -546,6 +546,11 @@ class Supervisor:
             return
         self.run_dir = status.get("run_dir") or self.run_dir
         self.is_recorded = True
+        of_this_job = [r for r in self.log_records() if r["attempt"].startswith(f"{self.job}.")]
+        changed = files_changed_since(of_this_job[0]["start"]) if of_this_job else []
+        if changed:
+            names = ", ".join(changed[:5])
+            log(f"WARNING: changed since the first attempt, which trained other code: {names}")
         self.record({**self.begun, "cause": "running"})
 
     def stop_if_requested(self):
@@ -769,6 +774,17 @@ def code_version():
     """The commit of the current directory, and whether files differ from it; "" without git."""
     version = output_of("git", "describe", "--always", "--dirty=, modified", "--exclude=*") or ""
     return version.strip()
+
+
+def files_changed_since(then):
+    """The tracked files of the current directory that were written after this time."""
+    tracked = output_of("git", "ls-files") or ""
+    changed = []
+    for name in tracked.splitlines():
+        with suppress(OSError):
+            if os.stat(name).st_mtime > then:
+                changed.append(name)
+    return changed
 
 
 def end_of_job():

@@ -287,15 +287,18 @@ def test_a_training_that_stopped_because_its_launcher_failed_is_resumed(tmp_path
     assert causes(tmp_path) == ["killed", "stopped"], text
 
 
-def test_each_attempt_has_the_commit_that_it_ran(tmp_path, supervise):
+def test_a_restart_with_changed_files_is_a_warning(tmp_path, fake, start):
     clone = tmp_path / "clone"
     clone.mkdir()
     (clone / "model.py").write_text("VALUE = 1")
     for words in ("init -q", "add model.py", "-c user.name=a -c user.email=b commit -qm c"):
         subprocess.run(["git", *words.split()], cwd=clone, check=True)
-    supervise("bash", "-c", "echo 2 >model.py; exit 1", cwd=clone, MAX_RESTARTS="1")
+    command = 'if [[ "$ATTEMPT" == 1 ]]; then exec "$@" crash; fi; echo 2 >model.py; exec "$@"'
+    process = start("bash", "-c", command, "bash", *fake, cwd=clone, MAX_DURATION="5")
+    text, _ = process.communicate(timeout=120)
     first, second = attempts(tmp_path)
-    assert second["code"] == f"{first['code']}, modified" and len(first["code"]) > 6
+    assert "WARNING: changed since the first attempt, which trained other code: model.py" in text
+    assert second["code"] == first["code"] != ""
 
 
 LAUNCHES_A_SESSION = 'if [[ "$ATTEMPT" == 2 ]]; then exec "${@:4}"; fi; setsid "${@:1:3}"; :'
