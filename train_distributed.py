@@ -49,7 +49,7 @@ import time
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
@@ -63,7 +63,6 @@ try:
     import torch.nn as nn
     import torch.nn.functional as F
     import yaml
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any number of dimensions
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
@@ -504,45 +503,20 @@ def build_model(task, cfg, world) -> nn.Module:
         if not blocks:
             raise UserError("--activation-checkpointing: Task.blocks() returns no blocks")
         for block in blocks:
-            recompute_activations(block, cfg.compile)
+            # Its backward pass gets only its inputs, and computes the rest again.
+            forward = functools.partial(recompute_in_backward, block.forward, use_reentrant=False)
+            block.forward = forward
     if cfg.compile:
         model.compile(dynamic=False)  # in place: the names in checkpoints stay the same
     return model
 
 
-def recompute_activations(block: nn.Module, is_compiled: bool):
-    """Keep only the inputs of a block for the backward pass, which computes the rest again."""
-    options = {"use_reentrant": False}
-    if not is_compiled:  # torch.compile updates the statistics of BatchNorm only once
-        options["context_fn"] = lambda: (nullcontext(), statistics_kept(block))
-    block.forward = functools.partial(recompute_in_backward, block.forward, **options)
-
-
-@contextmanager
-def statistics_kept(block: nn.Module):
-    """BatchNorm updates copies of its running statistics, which are then dropped.
-
-    With track_running_stats = False instead, the recomputation would save other tensors.
-    """
-    norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
-    buffers = [(norm, name, value) for norm in norms for name, value in norm.named_buffers()]
-    for norm, name, value in buffers:
-        setattr(norm, name, value.clone())
-    try:
-        yield
-    finally:  # a recomputation ends with an exception as soon as it has what is needed
-        for norm, name, value in buffers:
-            setattr(norm, name, value)
-
-
 def set_training_mode(model: nn.Module):
-    """model.train(), except for BatchNorm in frozen parts: its statistics must not change."""
+    """model.train(), except for frozen parts: the statistics of their BatchNorm must not change."""
     model.train()
     for part in model.modules():
         if {p.requires_grad for p in part.parameters()} == {False}:  # frozen, and not without any
-            for module in part.modules():
-                if isinstance(module, BatchNorm):
-                    module.eval()
+            part.eval()
 
 
 PROFILER_STEPS = 6  # a warm-up, and the five that it records
