@@ -44,7 +44,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections import defaultdict
@@ -66,13 +65,7 @@ try:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
-    from torch.utils.data import (
-        DataLoader,
-        Dataset,
-        IterableDataset,
-        TensorDataset,
-        default_collate,
-    )
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 except ImportError as error:
     remedy = "activate the environment, or pip install -r requirements.txt"
     raise SystemExit(f"{error}: {remedy}") from None
@@ -185,13 +178,7 @@ class Task:
         """
         images, labels = batch
         logits = model(images)
-        try:
-            loss = F.cross_entropy(logits, labels)
-        except IndexError:  # on a GPU, it is a "device-side assert": see docs/TROUBLESHOOTING.md
-            classes = logits.shape[1]
-            wrong = labels.max() if labels.max() >= classes else labels.min()
-            text = f"label {wrong}: {classes} classes have labels 0 to {classes - 1}"
-            raise UserError(text) from None
+        loss = F.cross_entropy(logits, labels)
         return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
     def report(self, sums: dict[str, float]) -> dict[str, float]:
@@ -547,7 +534,6 @@ def open_data(task, cfg) -> tuple[Dataset, Dataset | None]:
     """Task.data(), on rank 0 first, because it may download. Collective."""
     start_hang_timer(cfg)
     data_sets: list = []
-    task.spec = dict(task.spec)  # not that of the class, which all tasks share
 
     def open_all():
         seed_generators(cfg.seed)  # for data sets that are divided at random
@@ -556,31 +542,30 @@ def open_data(task, cfg) -> tuple[Dataset, Dataset | None]:
     on_rank_0(open_all)
     if not is_rank_0():
         open_all()
-    train_set, test_set = data_sets
-    given = [train_set] if test_set is None else [train_set, test_set]
-    for data_set in given:
+    sizes = []
+    for data_set in data_sets:
+        if data_set is None:
+            continue
+        name = type(data_set).__name__
         if isinstance(data_set, IterableDataset):
-            raise UserError(
-                f"{type(data_set).__name__} has no index: return a map-style data set, with "
-                "__len__() and __getitem__(); examples/tar_shards.py reads shards by index"
-            )
+            raise UserError(f"{name} has no index: return a map-style data set, with __getitem__()")
         if len(data_set) == 0:
-            raise UserError(f"{type(data_set).__name__} has no samples: is --data-dir right?")
-    if dist.is_initialized():
-        check_same_data([len(data_set) for data_set in given], task.spec)
-    return train_set, test_set
+            raise UserError(f"{name} has no samples: is --data-dir right?")
+        sizes.append(len(data_set))
+    check_same_data([sizes, task.spec])
+    return tuple(data_sets)
 
 
-def check_same_data(samples: list[int], spec: dict):
-    """UserError if a rank sees another number of samples, or another spec. Collective."""
+def check_same_data(seen_here: list):
+    """UserError if a rank sees other numbers of samples, or another Task.spec. Collective."""
+    if not dist.is_initialized():
+        return
     seen = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, [socket.gethostname(), samples, spec])
-    first_host, *first = seen[0]
-    for rank, (host, *other) in enumerate(seen):
-        if other != first:
-            text = f"rank {rank} on {host} sees {other[0]} samples (training, test), rank 0 on"
-            text += f" {first_host} {first[0]}, or another Task.spec"
-            raise UserError(f"{text}: the ranks need the same --data-dir")
+    dist.all_gather_object(seen, seen_here)
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            text = f"rank {rank} sees {other[0]} samples (training, test), rank 0 {seen[0][0]}"
+            raise UserError(f"{text}, or another Task.spec: the ranks need the same --data-dir")
 
 
 class InMemoryDataset(TensorDataset):
@@ -592,23 +577,20 @@ class SeededDataset(Dataset):
     the loader worker that reads it, nor on what it has read before.
 
     A data set with a generator of its own gets the seed by its method seed_sample(seed). One with
-    __getitems__() gets all samples of a micro-batch at once, after one seed.
+    __getitems__() reads all samples of a micro-batch at once, after one seed.
     """
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
         self.seed = seed
-        if hasattr(dataset, "__getitems__"):
-            self.__getitems__ = self.get_micro_batch  # the DataLoader calls it
 
     def __getitem__(self, key: int):
-        index = self.seed_for(key)
-        try:
-            return self.dataset[index]
-        except OSError as error:
-            raise UserError(f"cannot read sample {index} of the data set ({error})") from None
+        return self.dataset[self.seed_for(key)]
 
-    def get_micro_batch(self, keys: list[int]):
+    def __getitems__(self, keys: list[int]) -> list:
+        """The samples of a micro-batch; the DataLoader calls it."""
+        if not hasattr(self.dataset, "__getitems__"):
+            return [self[key] for key in keys]
         self.seed_for(keys[0])
         return self.dataset.__getitems__([key % len(self.dataset) for key in keys])
 
@@ -751,24 +733,12 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
     options = {
         "num_workers": workers,
         "worker_init_fn": ignore_stop_signals,
-        "collate_fn": stack_samples,
         "pin_memory": world.device.type != "cpu",
     }
-    if workers and len(tempfile.gettempdir()) > 70:
-        raise UserError("TMPDIR is too long for the sockets of loader workers: set a shorter one")
     if workers and sys.platform == "linux":  # a signal would end Python 3.14's forkserver
         options["multiprocessing_context"] = "fork"
     options |= task.loader_options()
     return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
-
-
-def stack_samples(samples: list):
-    """[sample, ...] -> its parts, each stacked to [b, ...]"""
-    try:
-        return default_collate(samples)
-    except (RuntimeError, TypeError) as error:
-        remedy = "set a collate_fn in Task.loader_options()"
-        raise UserError(f"samples of a micro-batch cannot be stacked: {remedy} ({error})") from None
 
 
 def cores_of_rank() -> int:
@@ -815,9 +785,6 @@ def setup_distributed(cfg) -> World:
     log_on_rank_0(f"Starting distributed training on {world_size} {noun} ({per_node} per node)")
     log_on_rank_0(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
-        if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-            text = "MASTER_ADDR or MASTER_PORT is not set"
-            raise UserError(f"{text}: use torchrun, or put scripts/guard.py before the script")
         timeout = timedelta(seconds=cfg.hang_timeout)
         bound_device = None if backend == "gloo" else device
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
@@ -832,13 +799,10 @@ def use_slurm_variables(env):
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "TORCHELASTIC_RUN_ID" in env:
         return
-    try:
-        env["RANK"] = env["SLURM_PROCID"]
-        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-        env["WORLD_SIZE"] = tasks
-        env["LOCAL_WORLD_SIZE"] = re.split("[(,]", env["SLURM_STEP_TASKS_PER_NODE"])[0]  # 4(x2)
-    except KeyError as error:
-        raise UserError(f"this is a task of Slurm, but {error} is not set") from None
+    env["RANK"] = env["SLURM_PROCID"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["WORLD_SIZE"] = tasks
+    env["LOCAL_WORLD_SIZE"] = re.split("[(,]", env["SLURM_STEP_TASKS_PER_NODE"])[0]  # 4(x2)
 
 
 def launch_variable(name: str, default: int) -> int:
@@ -874,18 +838,8 @@ def configure_torch(cfg):
         torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
     elif "GLIBC_TUNABLES" not in os.environ:  # by which a user may have set malloc
         keep_freed_memory()
-    os.register_at_fork(before=wait_for_new_threads)
     if cfg.reproducible:
         torch.set_num_threads(1)  # on a CPU: with more, some kernels sum in another order
-
-
-def wait_for_new_threads():
-    """Before a fork: wait for threads of gloo that are just entering Python. Has no other effect.
-
-    Up to Python 3.10.14 and in early releases of 3.11, the child, such as a loader worker, would
-    hang on a lock of theirs: https://github.com/python/cpython/issues/112275
-    """
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(0), None)  # takes the same lock
 
 
 def keep_freed_memory():

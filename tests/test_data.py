@@ -42,9 +42,8 @@ def test_an_image_that_does_not_decode_is_named(tmp_path, images):
         result = launch(run, 1, *words, before=tasks.PHOTOS)
         assert result.codes == [2]
         assert result.err[0].count("\n") == 1
-        assert (
-            "error: cannot read sample " in result.err[0] and "truncated" in result.err[0].lower()
-        )
+        assert f"error: cannot read {bad} (" in result.err[0]
+        assert "truncated" in result.err[0].lower()
 
 
 def test_folders_without_images_or_of_other_classes_are_named(tmp_path, images):
@@ -215,8 +214,8 @@ def refusal_of(train_set, test_set) -> str:
 
 def test_a_data_set_without_an_index_or_without_samples_is_refused():
     one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
-    remedy = "Stream has no index: return a map-style data set, with __len__() and __getitem__(); "
-    assert refusal_of(Stream(), one).startswith(remedy)
+    refusal = "Stream has no index: return a map-style data set, with __getitem__()"
+    assert refusal_of(Stream(), one) == refusal
     for sets in ((none, one), (one, none)):
         assert refusal_of(*sets) == "InMemoryDataset has no samples: is --data-dir right?"
 

@@ -351,26 +351,6 @@ sys.stdout, sys.stderr = Lines(sys.stdout), Lines(sys.stderr)
     assert "Finished" in run.out[0]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_cannot_be_stacked_are_a_user_error(tmp_path, workers):
-    ragged = """
-def data(self, cfg):
-    samples = [(torch.zeros(1 + i % 3), 0) for i in range(32)]
-    return samples, None
-"""
-    message = refuse(tmp_path / "run", *QUICK, f"--num-workers={workers}", **small(ragged))
-    assert "collate_fn" in message
-
-
-def test_a_long_tmpdir_is_refused_before_workers_hang(tmp_path):
-    long = tmp_path / ("x" * 80)
-    long.mkdir()
-    listed = "def data(self, cfg): return [(torch.ones(4), torch.ones(1))] * 32, None"
-    before = f"import tempfile; tempfile.tempdir = {str(long)!r}\n" + small(listed)["before"]
-    message = refuse(tmp_path / "run", *QUICK, "--num-workers=1", before=before)
-    assert "TMPDIR" in message
-
-
 def test_a_file_system_without_locks_is_a_warning(tmp_path):
     before = """
 import fcntl
