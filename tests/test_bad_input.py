@@ -70,14 +70,15 @@ def test_a_mistake_in_a_config_file_is_named(tmp_path, text, expected):
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny, batch, ranks):
     message = refuse(tmp_path / "r", *tiny, f"--global-batch-size={batch}", ranks=ranks)
     assert message == (
-        f"a global batch of {batch} samples on {ranks} ranks: it must be at least {ranks} whole "
-        "micro-batches of 8; start a new run with another --batch-size or --global-batch-size"
+        f"a global batch of {batch} samples does not fit: it needs whole micro-batches of 8, at "
+        f"least one for each of {ranks} ranks, and at most the 203 samples of the training set"
     )
 
 
 def test_a_global_batch_of_more_samples_than_there_are_is_refused(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--batch-size=204")
-    assert "204 samples is more than the 203 of the data" in message
+    assert "a global batch of 204 samples does not fit" in message
+    assert "at most the 203 samples" in message
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
@@ -243,10 +244,15 @@ def test_another_launch_than_asked_for_is_refused(tmp_path, tiny):
         message = refuse(tmp_path / "run", *tiny, option, ranks=2)
         text = "--nodes or --gpus-per-node: this launch has 1 x 2 ranks: the launcher sets "
         assert message == text + "their number (torchrun: --nproc-per-node)"
-    if not torch.cuda.is_available():
-        message = refuse(tmp_path / "run", *tiny, "--distributed-backend=nccl", ranks=2)
-        expected = "--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo"
-        assert message == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_a_machine_without_gpus_is_named_if_gpus_are_asked_for(tmp_path, tiny):
+    run = launch(tmp_path / "run", 2, *tiny, "--distributed-backend=nccl")
+    assert "WARNING: PyTorch finds no GPU here" in run.out[0]
+    assert run.codes[0] == 1 and "no GPUs found" in run.err[0]
+    run = train(tmp_path / "run", 1, *tiny, "--gpus-per-node=1", "--stop-at-step=1")
+    assert "WARNING: PyTorch finds no GPU here" in run.out[0]
 
 
 def test_a_mistyped_option_is_one_sentence_on_the_command_line(tmp_path):

@@ -97,12 +97,6 @@ def test_a_rank_uses_the_gpu_of_its_local_rank(four_gpus, monkeypatch, local_ran
     assert four_gpus == [gpu, ("nccl", device)]
 
 
-def test_several_ranks_on_a_mac_use_its_cpu(four_gpus, monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert setup_distributed(parse_config([])).device == torch.device("cpu")
-    assert four_gpus == [("gloo", None)]
-
-
 def test_importing_the_trainer_changes_nothing(tmp_path):
     code = """if True:
         import os, signal, sys, torch
