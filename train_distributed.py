@@ -540,35 +540,26 @@ class InMemoryDataset(TensorDataset):
 
 
 class SeededDataset(Dataset):
-    """Seeds torch, numpy and random for each sample, so that its augmentation does not depend on
-    the loader worker that reads it, nor on what it has read before.
+    """Seeds torch, numpy and random for each micro-batch, so that its augmentation does not depend
+    on the loader worker that reads it, nor on what it has read before.
 
-    A data set with a generator of its own gets the seed by its method seed_sample(seed). One with
-    __getitems__() reads all samples of a micro-batch at once, after one seed.
+    A data set with a generator of its own gets the seed by its method seed_sample(seed).
     """
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
         self.seed = seed
 
-    def __getitem__(self, key: int):
-        return self.dataset[self.seed_for(key)]
-
     def __getitems__(self, keys: list[int]) -> list:
-        """The samples of a micro-batch; the DataLoader calls it."""
-        if not hasattr(self.dataset, "__getitems__"):
-            return [self[key] for key in keys]
-        self.seed_for(keys[0])
-        return self.dataset.__getitems__([key % len(self.dataset) for key in keys])
-
-    def seed_for(self, key: int) -> int:
-        """Seed the generators for a key of SampleStream. Returns the index of the sample."""
-        epoch, index = divmod(key, len(self.dataset))
-        seed = derive_seed(self.seed, "augmentation", epoch, index)
+        """The samples of a micro-batch, for keys of SampleStream; the DataLoader calls it."""
+        seed = derive_seed(self.seed, "augmentation", keys[0])
         seed_generators(seed)
         if hasattr(self.dataset, "seed_sample"):
             self.dataset.seed_sample(seed)
-        return index
+        indices = [key % len(self.dataset) for key in keys]
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]
 
 
 def derive_seed(*parts) -> int:
@@ -667,20 +658,22 @@ def batches_of(task, cfg, world, dataset, keys: Callable) -> Iterator:
             yield [tensor[rows] for tensor in tensors]
         return
     lists = (micro_batch.tolist() for micro_batch in keys("cpu"))
-    side = torch.cuda.Stream() if world.device.type == "cuda" else None
+    side = None
+    if world.device.type == "cuda":
+        side = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
 
     def to_device(tensor):
-        return tensor.to(world.device, non_blocking=True)
-
-    def keep_until_used(tensor):
-        tensor.record_stream(torch.cuda.current_stream())
+        copy = tensor.to(world.device, non_blocking=True)
+        if side:
+            copy.record_stream(current)  # until the step is done, the memory is not reused
+        return copy
 
     for batch in get_dataloader(task, cfg, world, dataset, lists):
         with torch.cuda.stream(side):  # copy it while the previous step runs
             batch = tree_map_only(torch.Tensor, to_device, batch)
         if side:
-            torch.cuda.current_stream().wait_stream(side)
-            tree_map_only(torch.Tensor, keep_until_used, batch)
+            current.wait_stream(side)
         yield batch
 
 
@@ -808,13 +801,13 @@ class LossOf(nn.Module):
     def __init__(self, task, cfg, world, model: nn.Module):
         super().__init__()
         self.task = task
-        self.amp = cfg.amp
-        self.device_type = world.device.type
         self.model = model
+        dtype = torch.float16 if cfg.amp == "fp16" else torch.bfloat16
+        enabled = cfg.amp != "off"
+        self.autocast = functools.partial(torch.autocast, world.device.type, dtype, enabled)
 
     def forward(self, batch) -> tuple[torch.Tensor, dict]:
-        dtype = torch.float16 if self.amp == "fp16" else torch.bfloat16
-        with torch.autocast(self.device_type, dtype, enabled=self.amp != "off"):
+        with self.autocast():
             return self.task.loss(self.model, batch)
 
 
@@ -886,7 +879,7 @@ class ExactGradients:
 
         Collective.
         """
-        count = count.detach().double().clamp(min=1)
+        count = count.double().clamp(min=1)
         if dist.is_initialized():
             dist.broadcast(count, 0)
         self.scale = self.scale * count

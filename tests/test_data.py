@@ -75,14 +75,17 @@ class Drawn(torch.utils.data.Dataset):
         return torch.rand(1).item(), random.random(), np.random.random(), self.own.random()
 
 
-def test_all_generators_are_seeded_for_each_sample():
-    data = SeededDataset(Drawn(), 42)
+def test_all_generators_are_seeded_for_each_micro_batch():
+    def drawn(key: int, seed: int = 42) -> tuple:
+        (sample,) = SeededDataset(Drawn(), seed).__getitems__([key])
+        return sample
+
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
-    first = data[3]
-    others = [data[2], data[5 + 3], SeededDataset(Drawn(), 43)[3]]  # sample, epoch, seed
-    assert data[3] == first
+    first = drawn(3)
+    others = [drawn(2), drawn(5 + 3), drawn(3, seed=43)]  # sample, epoch, seed
+    assert drawn(3) == first
     for other in others:
         assert not set(other) & set(first)
 
@@ -248,15 +251,11 @@ def test_data_that_is_divided_at_random_is_the_same_on_all_ranks():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 @pytest.mark.parametrize(
-    ("bound_to", "ranks_here", "workers"),
-    [
-        (10, 8, 10),  # Slurm or scripts/guard.py gave it some of the cores
-        (128, 1, 16),
-    ],
+    ("bound_to", "workers"),
+    [(10, 10), (128, 16)],  # Slurm or scripts/guard.py bind a rank to its share of the cores
 )
-def test_a_rank_has_one_loader_worker_per_core(monkeypatch, bound_to, ranks_here, workers):
+def test_a_rank_has_one_loader_worker_per_core(monkeypatch, bound_to, workers):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(bound_to)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
     assert train_distributed.cores_of_rank() == workers
 
 

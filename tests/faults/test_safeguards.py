@@ -164,8 +164,8 @@ TRAINER = {
         "assert not ",
         "t.set_training_mode = lambda model: model.train()",
     ),
-    "each sample is seeded": (
-        "test_data.py -k seeded_for_each_sample",
+    "each micro-batch is seeded": (
+        "test_data.py -k seeded_for_each_micro_batch",
         r"assert \(.*\) == \(",
         "t.seed_generators = lambda seed, device=None: None",
     ),
