@@ -265,7 +265,6 @@ def train(task, cfg, world):
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
     sync = Sync(cfg, world, last_step, requests)
     enough = ""  # why to finish before the last step
-    profiler = None
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}")
     log_on_rank_0(f"{begin}, to step {last_step}")
@@ -294,8 +293,6 @@ def train(task, cfg, world):
                 group["lr"] = group["initial_lr"] * factor
             train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
             state.step += 1
-            if profiler:
-                profiler.step()
             ends = stream.saves_after(state.step) or state.step == last_step
             if ends or sync.is_due(state.step):
                 totals, (save, profile) = sync.all_reduce(state.step, saver.poll())
@@ -304,7 +301,7 @@ def train(task, cfg, world):
                     check_replicas(model)
                     saver.save(state, model, optimizer, scaler, sync.seconds_left)
                 if profile:
-                    profiler = start_profiler(cfg, world, state.step)
+                    start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
                 sync.restart(state.step)
         if saver.saved_step < state.step:  # that save has failed: try again, else fail
@@ -485,16 +482,17 @@ def set_training_mode(model: nn.Module):
             part.eval()
 
 
-def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
+def start_profiler(cfg, world, optimizer, step: int):
     """Records five of the next steps of this rank in a file for Perfetto."""
-    log_on_rank_0(f"Recording the steps after {step}: see {run_directory(cfg)}/trace_*.json")
+    directory = str(run_directory(cfg))
+    log_on_rank_0(f"Recording the steps after {step}: see {directory}/trace_*.json")
     name = f"trace_step_{step}_rank_{world.rank}"
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=1, active=5, repeat=1),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(run_directory(cfg)), name),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(directory, name),
     )
     profiler.start()
-    return profiler
+    optimizer.register_step_post_hook(lambda *_: profiler.step())
 
 
 def collect_garbage():
@@ -692,7 +690,7 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
 
 
 def cores_of_rank() -> int:
-    """Its share of the cores that this process may use, at most 16."""
+    """The cores that this rank is bound to, at most 16."""
     if not hasattr(os, "sched_getaffinity"):  # not Linux
         return 1
     return min(16, len(os.sched_getaffinity(0)))
