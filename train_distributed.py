@@ -275,7 +275,8 @@ def train(task, cfg, world):
     try:
         while True:
             # Saved first, so that a run that is stopped during an evaluation repeats it later.
-            if stream.evaluates_after(state.step) and not sync.stop_reason:
+            evaluates = stream.ends_interval(state.step, cfg.eval_every_steps)
+            if evaluates and not sync.stop_reason:
                 if saver.saved_step < state.step:  # resumed in another directory
                     saver.save(state, model, optimizer, scaler)
                 test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
@@ -293,7 +294,11 @@ def train(task, cfg, world):
                 group["lr"] = group["initial_lr"] * factor
             train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
             state.step += 1
-            ends = stream.saves_after(state.step) or state.step == last_step
+            ends = (
+                state.step == last_step
+                or stream.ends_interval(state.step, cfg.eval_every_steps)
+                or stream.ends_interval(state.step, cfg.checkpoint_every_steps)
+            )
             if ends or sync.is_due(state.step):
                 totals, (save, profile) = sync.all_reduce(state.step, saver.poll())
                 metrics.record_intervals(state, totals, sync)
@@ -353,7 +358,7 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
         exact.write_gradients()
     if counts:
         divide_by_items(optimizer, counts, stream.micro_batches_per_step)
-    is_recorded = stream.is_recorded(step + 1)
+    is_recorded = stream.ends_interval(step + 1, cfg.log_every_steps)
     if cfg.clip_grad_norm or is_recorded:
         scaler.unscale_(optimizer)
         largest = cfg.clip_grad_norm or math.inf
@@ -504,7 +509,7 @@ def collect_garbage():
 
 
 # --------------------------------------------------------------------------------------- DATA
-def open_data(task, cfg) -> tuple[Dataset, Dataset | None]:
+def open_data(task, cfg) -> list:
     """Task.data(), on rank 0 first, because it may download. Collective."""
     start_hang_timer(cfg)
     data_sets: list = []
@@ -530,7 +535,7 @@ def open_data(task, cfg) -> tuple[Dataset, Dataset | None]:
                 f"rank {rank} sees {other[0]} samples (training, test), rank 0 {seen[0][0]}, or "
                 "another Task.spec: the ranks need the same --data-dir"
             )
-    return tuple(data_sets)
+    return data_sets
 
 
 class InMemoryDataset(TensorDataset):
@@ -612,17 +617,9 @@ class SampleStream:
         beyond = step * self.cfg.global_batch_size % self.samples
         return step > 0 and beyond < self.cfg.global_batch_size
 
-    def evaluates_after(self, step: int) -> bool:
-        every = self.cfg.eval_every_steps
-        return self.ends_epoch(step) or bool(step and every and step % every == 0)
-
-    def saves_after(self, step: int) -> bool:
-        """By the number of the step alone; Saver.poll() has other reasons."""
-        every = self.cfg.checkpoint_every_steps
-        return self.evaluates_after(step) or bool(every and step % every == 0)
-
-    def is_recorded(self, step: int) -> bool:
-        return step % self.cfg.log_every_steps == 0 or self.ends_epoch(step)
+    def ends_interval(self, step: int, every: int | None) -> bool:
+        """Whether an epoch, or an interval of so many steps, is complete after this step."""
+        return self.ends_epoch(step) or (every is not None and step > 0 and step % every == 0)
 
     def steps_of(self, epochs: int) -> int:
         """The steps that this many epochs take."""
@@ -819,10 +816,9 @@ def settle_buckets(ddp: DistributedDataParallel):
     ddp.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
     if ddp.static_graph:  # it would note which parameters are used
         return
-    trained = [p for p in ddp.parameters() if p.requires_grad]
 
-    def zero(_batch) -> torch.Tensor:
-        return sum(p.sum().abs() * 0 for p in trained)
+    def zero(_batch):
+        return sum(p.sum().abs() * 0 for p in ddp.parameters() if p.requires_grad)
 
     ddp.module.forward = zero
     ddp(None).backward()
@@ -1067,7 +1063,7 @@ class MetricsWriter:
             for longer in (state.epoch_sums, state.interval_sums):
                 for name, value in sums.items():
                     longer[name] = longer.get(name, 0.0) + value
-            if self.stream.is_recorded(end):
+            if self.stream.ends_interval(end, every):
                 self.record_interval(end, state.interval_sums, sync)
                 state.interval_sums = {}
 
