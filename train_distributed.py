@@ -725,8 +725,9 @@ def setup_distributed(cfg) -> World:
         torch.accelerator.set_device_index(index)  # else, each rank would also use GPU 0
         device = torch.device(index)  # cuda (NVIDIA, AMD), xpu (Intel) or mps
     backend = cfg.distributed_backend or dist.get_default_backend_for_device(device)
-    needs_gpu = backend == "nccl" or cfg.gpus_per_node or os.environ.get("SLURM_GPUS_ON_NODE")
-    if needs_gpu and device.type == "cpu":
+    if backend == "nccl" and device.type == "cpu":
+        raise UserError("--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo")
+    if device.type == "cpu" and (cfg.gpus_per_node or os.environ.get("SLURM_GPUS_ON_NODE")):
         log_on_rank_0("WARNING: PyTorch finds no GPU here, and trains on the CPU")
     noun = "process" if device.type == "cpu" else "GPU"
     if world_size > 1:
