@@ -44,12 +44,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
@@ -63,17 +62,10 @@ try:
     import torch.nn as nn
     import torch.nn.functional as F
     import yaml
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any number of dimensions
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._pytree import tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
-    from torch.utils.data import (
-        DataLoader,
-        Dataset,
-        IterableDataset,
-        TensorDataset,
-        default_collate,
-    )
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 except ImportError as error:
     remedy = "activate the environment, or pip install -r requirements.txt"
     raise SystemExit(f"{error}: {remedy}") from None
@@ -137,7 +129,7 @@ class Task:
         add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
         add("--dropout", type=fraction, default=0.25, help="[0.25]")
 
-    def data(self, cfg: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
+    def data(self, cfg) -> tuple[Dataset, Dataset | None]:
         """(training set, test set or None): map-style data sets of tuples, dicts or tensors.
 
         A data set of tensors in memory is fastest as an InMemoryDataset. Others are read by
@@ -149,12 +141,12 @@ class Task:
             root = Path(cfg.data_dir)
         return read_mnist(root, "train"), read_mnist(root, "test")
 
-    def model(self, cfg: argparse.Namespace) -> nn.Module:
+    def model(self, cfg) -> nn.Module:
         """Raw images -> logits [b, classes]."""
         network = SimpleConvNet(1, 28, len(self.spec["classes"]), cfg.dropout)
         return Normalized(network, mean=[0.1307], std=[0.3081])
 
-    def optimizer(self, cfg: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, cfg, model: nn.Module) -> torch.optim.Optimizer:
         """The learning rate of each parameter group is its peak: see lr_factor()."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         # Fused is faster. With fp16, a first step that is skipped would leave its state undefined.
@@ -164,15 +156,14 @@ class Task:
             return torch.optim.AdamW(parameters, **options)
         return torch.optim.SGD(parameters, momentum=0.9, **options)
 
-    def lr_factor(self, cfg: argparse.Namespace, epoch: float) -> float:
+    def lr_factor(self, cfg, epoch: float) -> float:
         """What the peak learning rates are multiplied by: linear warm-up, then a cosine to 0.
 
         epoch: passes over the training set that are done, from 0 to cfg.epochs.
         """
         if epoch < cfg.warmup_epochs:
             return epoch / cfg.warmup_epochs
-        rest = max(1e-6, cfg.epochs - cfg.warmup_epochs)
-        done = min(1.0, (epoch - cfg.warmup_epochs) / rest)
+        done = (epoch - cfg.warmup_epochs) / (cfg.epochs - cfg.warmup_epochs)
         return (1 + math.cos(math.pi * done)) / 2
 
     def loss(self, model: nn.Module, batch) -> tuple[torch.Tensor, dict]:
@@ -186,13 +177,7 @@ class Task:
         """
         images, labels = batch
         logits = model(images)
-        try:
-            loss = F.cross_entropy(logits, labels)
-        except IndexError:  # on a GPU, it is a "device-side assert": see docs/TROUBLESHOOTING.md
-            classes = logits.shape[1]
-            wrong = labels.max() if labels.max() >= classes else labels.min()
-            text = f"label {wrong}: {classes} classes have labels 0 to {classes - 1}"
-            raise UserError(text) from None
+        loss = F.cross_entropy(logits, labels)
         return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
     def report(self, sums: dict[str, float]) -> dict[str, float]:
@@ -217,7 +202,7 @@ class Task:
         """Options of the DataLoader, for example {"collate_fn": pad, "prefetch_factor": 8}."""
         return {}
 
-    def wrap(self, loss: LossOf) -> nn.Module:
+    def wrap(self, loss: LossOf) -> DistributedDataParallel:
         """What exchanges the gradients of several ranks in the backward pass."""
         return DistributedDataParallel(loss, gradient_as_bucket_view=True)
 
@@ -241,13 +226,13 @@ class State:
     """Where a run is, and what it has counted. Part of each checkpoint."""
 
     step: int = 0  # optimizer steps since the start of the run
-    best: float | None = None  # what Task.best was at its best
+    best_score: float = -math.inf  # what Task.best was at its best; negative if lowest is best
     evaluations_since_best: int = 0
     epoch_sums: dict[str, float] = field(default_factory=dict)  # of this epoch
     interval_sums: dict[str, float] = field(default_factory=dict)  # since the last record
 
 
-def train(task: Task, cfg: argparse.Namespace, world: World):
+def train(task, cfg, world):
     """One run, from its start or its newest checkpoint to its last step. Collective."""
     lock = on_rank_0(lock_directory, cfg)
     path = on_rank_0(find_checkpoint, cfg)
@@ -258,8 +243,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     model = build_model(task, cfg, world)
     optimizer = task.optimizer(cfg, model)
     for group in optimizer.param_groups:
+        group["lr"] = float(group["lr"])  # a number of NumPy could not be loaded
         group["initial_lr"] = group["lr"]
-        group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.amp == "fp16")
     saver = Saver(task, cfg, stream, optimizer)
     state = State()
@@ -268,7 +253,10 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     elif cfg.init:
         load_initial_weights(cfg, model)
     del checkpoint  # a file that is mapped keeps its place on the disk after it is deleted
-    loss_of = wrap(task, cfg, model)
+    loss_of = LossOf(task, cfg, world, model)
+    if dist.is_initialized() and not cfg.reproducible:
+        loss_of = task.wrap(loss_of)
+        settle_buckets(loss_of)
     keys = functools.partial(stream.keys, state.step)
     batches = batches_of(task, cfg, world, train_set, keys)
     metrics = MetricsWriter(task, cfg, saver)
@@ -277,7 +265,6 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
     sync = Sync(cfg, world, last_step, requests)
     enough = ""  # why to finish before the last step
-    profiler = None
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}")
     log_on_rank_0(f"{begin}, to step {last_step}")
@@ -288,7 +275,8 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
     try:
         while True:
             # Saved first, so that a run that is stopped during an evaluation repeats it later.
-            if stream.evaluates_after(state.step) and not sync.stop_reason:
+            evaluates = stream.ends_interval(state.step, cfg.eval_every_steps)
+            if evaluates and not sync.stop_reason:
                 if saver.saved_step < state.step:  # resumed in another directory
                     saver.save(state, model, optimizer, scaler)
                 test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
@@ -300,22 +288,25 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
                 break
             if stream.ends_epoch(state.step):
                 state.epoch_sums = {}
-            set_learning_rate(task, cfg, stream, optimizer, state.step)
+            epoch = cfg.epochs * (state.step + 0.5) / total_steps  # in the middle of this step
+            factor = float(task.lr_factor(cfg, epoch))
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
             train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
             state.step += 1
-            if profiler:
-                profiler.step()
-                if profiler.step_num == PROFILER_STEPS:
-                    profiler = None
-            ends = stream.saves_after(state.step) or state.step == last_step
+            ends = (
+                state.step == last_step
+                or stream.ends_interval(state.step, cfg.eval_every_steps)
+                or stream.ends_interval(state.step, cfg.checkpoint_every_steps)
+            )
             if ends or sync.is_due(state.step):
                 totals, (save, profile) = sync.all_reduce(state.step, saver.poll())
                 metrics.record_intervals(state, totals, sync)
                 if ends or save or sync.stop_reason:
                     check_replicas(model)
                     saver.save(state, model, optimizer, scaler, sync.seconds_left)
-                if profile and not profiler:
-                    profiler = start_profiler(cfg, world, state.step)
+                if profile:
+                    start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
                 sync.restart(state.step)
         if saver.saved_step < state.step:  # that save has failed: try again, else fail
@@ -339,8 +330,8 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
 
     The gradient is the mean over all samples (or items) of the step. Collective.
     """
-    uses_ddp = world.world_size > 1 and not cfg.reproducible
     exact = ExactGradients(optimizer, scaler) if cfg.reproducible else None
+    averaged = 1 if exact else world.world_size  # ranks over which DDP averages
     counts = []  # of items, if their number varies
     for micro in stream.micro_batches:
         began = time.monotonic()
@@ -350,12 +341,9 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
         # The gradient is the sum of weight * loss over all micro-batches of all ranks. With counts,
         # weight * loss is a sum over items, and divide_by_items() makes it the mean over all.
         is_last = micro == stream.micro_batches[-1]  # only then DDP exchanges the gradients
-        with loss_of.no_sync() if uses_ddp and not is_last else nullcontext():
-            with autocast(cfg, world):
-                loss, values = loss_of(batch)
-            weight = 1 / stream.micro_batches_per_step
-            if uses_ddp:
-                weight *= world.world_size  # DDP divides by it
+        with nullcontext() if averaged == 1 or is_last else loss_of.no_sync():
+            loss, values = loss_of(batch)
+            weight = averaged / stream.micro_batches_per_step
             if "count" in values:
                 if exact and not counts:
                     exact.divide_by(values["count"])
@@ -370,22 +358,16 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
         exact.write_gradients()
     if counts:
         divide_by_items(optimizer, counts, stream.micro_batches_per_step)
-    if cfg.clip_grad_norm:
+    is_recorded = stream.ends_interval(step + 1, cfg.log_every_steps)
+    if cfg.clip_grad_norm or is_recorded:
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), cfg.clip_grad_norm)
+        largest = cfg.clip_grad_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), largest)
     scaler.step(optimizer)
     scaler.update()
-    if stream.is_recorded(step + 1):
-        if not cfg.clip_grad_norm:
-            norm = nn.utils.get_total_norm(gradients_of(optimizer))
+    if is_recorded:
         sync.recorded[step + 1] = (optimizer.param_groups[0]["lr"], norm)
     optimizer.zero_grad()
-
-
-def set_learning_rate(task, cfg, stream, optimizer, step):
-    factor = float(task.lr_factor(cfg, stream.epoch(step)))
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
 
 
 def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
@@ -393,22 +375,13 @@ def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
     items = torch.stack(counts).sum(dtype=torch.float32)
     if dist.is_initialized():
         dist.all_reduce(items)
-    torch._foreach_mul_(gradients_of(optimizer), micro_batches / items.clamp(min=1))
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    torch._foreach_mul_(gradients, micro_batches / items.clamp(min=1))
 
 
 def parameters_of(optimizer) -> list[nn.Parameter]:
     groups = optimizer.param_groups
     return [p for group in groups for p in group["params"] if p.requires_grad]
-
-
-def gradients_of(optimizer) -> list[torch.Tensor]:
-    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-
-
-def autocast(cfg, world):
-    """For --amp."""
-    dtype = torch.float16 if cfg.amp == "fp16" else torch.bfloat16
-    return torch.autocast(world.device.type, dtype, enabled=cfg.amp != "off")
 
 
 @torch.no_grad()
@@ -423,7 +396,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
     model.eval()
-    loss_of = LossOf(task, model)
+    loss_of = LossOf(task, cfg, world, model)
     samples, b = len(test_set), cfg.batch_size
     micro_batches = math.ceil(samples / b)
     rounds = math.ceil(micro_batches / world.world_size)
@@ -431,19 +404,16 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
     sync = Sync(cfg, world, rounds, requests)
 
     def keys(device):
-        micro_batch_keys = torch.arange(samples, device=device).split(b)
+        parts = torch.arange(samples, device=device).split(b)
         for number in numbers:
-            yield micro_batch_keys[number % micro_batches]
+            yield parts[number % micro_batches]
 
     batches = batches_of(task, cfg, world, test_set, keys)
-    for done, number in enumerate(numbers, 1):
-        batch = next(batches)
-        begin = number % micro_batches * b
-        seed_generators(derive_seed(cfg.seed, "test", begin), world.device)
-        with autocast(cfg, world):
-            loss, values = loss_of(batch)
-        values = {"loss": loss, "count": min(b, samples - begin), **values}
-        if number >= micro_batches:  # a model like FSDP's needs all ranks, but this does not count
+    for done, (number, batch) in enumerate(zip(numbers, batches), 1):
+        seed_generators(derive_seed(cfg.seed, "test", number), world.device)
+        loss, values = loss_of(batch)
+        values = {"loss": loss, "count": min(b, samples - number * b), **values}
+        if number >= micro_batches:  # computed a second time, in the last round: it does not count
             values = {name: 0 * value for name, value in values.items()}
         sync.add(0, values)
         if sync.is_due(done):
@@ -463,20 +433,17 @@ def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
     """
     if not values:
         return ""
-    score = values.get(task.best)
-    if score is None:
-        text = f"best.pt and --patience need Task.best, and Task.report() has no {task.best}"
-        if cfg.patience:
-            raise UserError(text)
-        log_on_rank_0(f"  {text}")
-    else:
-        sign = -1 if task.best_is_lowest else 1
-        best = -math.inf if state.best is None else sign * state.best
+    if task.best in values:
+        score = values[task.best]
+        if task.best_is_lowest:
+            score = -score
         state.evaluations_since_best += 1
-        if sign * score > best:  # never if it is NaN
-            state.best = score
+        if score > state.best_score:  # never if it is NaN
+            state.best_score = score
             state.evaluations_since_best = 0
             saver.save_best(state.step)
+    else:
+        log_on_rank_0(f"  best.pt and --patience need {task.best} (Task.best) in Task.report()")
     if on_rank_0(task.after_evaluation, values):
         return "Task.after_evaluation()"
     if cfg.patience and state.evaluations_since_best >= cfg.patience:
@@ -504,60 +471,33 @@ def build_model(task, cfg, world) -> nn.Module:
         if not blocks:
             raise UserError("--activation-checkpointing: Task.blocks() returns no blocks")
         for block in blocks:
-            recompute_activations(block, cfg.compile)
+            # Its backward pass gets only its inputs, and computes the rest again.
+            forward = functools.partial(recompute_in_backward, block.forward, use_reentrant=False)
+            block.forward = forward
     if cfg.compile:
         model.compile(dynamic=False)  # in place: the names in checkpoints stay the same
     return model
 
 
-def recompute_activations(block: nn.Module, is_compiled: bool):
-    """Keep only the inputs of a block for the backward pass, which computes the rest again."""
-    options = {"use_reentrant": False}
-    if not is_compiled:  # torch.compile updates the statistics of BatchNorm only once
-        options["context_fn"] = lambda: (nullcontext(), statistics_kept(block))
-    block.forward = functools.partial(recompute_in_backward, block.forward, **options)
-
-
-@contextmanager
-def statistics_kept(block: nn.Module):
-    """BatchNorm updates copies of its running statistics, which are then dropped.
-
-    With track_running_stats = False instead, the recomputation would save other tensors.
-    """
-    norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
-    buffers = [(norm, name, value) for norm in norms for name, value in norm.named_buffers()]
-    for norm, name, value in buffers:
-        setattr(norm, name, value.clone())
-    try:
-        yield
-    finally:  # a recomputation ends with an exception as soon as it has what is needed
-        for norm, name, value in buffers:
-            setattr(norm, name, value)
-
-
 def set_training_mode(model: nn.Module):
-    """model.train(), except for BatchNorm in frozen parts: its statistics must not change."""
+    """model.train(), except for frozen parts: the statistics of their BatchNorm must not change."""
     model.train()
     for part in model.modules():
         if {p.requires_grad for p in part.parameters()} == {False}:  # frozen, and not without any
-            for module in part.modules():
-                if isinstance(module, BatchNorm):
-                    module.eval()
+            part.eval()
 
 
-PROFILER_STEPS = 6  # a warm-up, and the five that it records
-
-
-def start_profiler(cfg, world, step: int) -> torch.profiler.profile:
-    """Records the next steps of this rank in a file for Perfetto."""
-    file = run_directory(cfg) / f"trace_step_{step}_rank_{world.rank}.json"
-    log_on_rank_0(f"Recording five steps in {file}, and so on for each rank")
+def start_profiler(cfg, world, optimizer, step: int):
+    """Records five of the next steps of this rank in a file for Perfetto."""
+    directory = str(run_directory(cfg))
+    log_on_rank_0(f"Recording the steps after {step}: see {directory}/trace_*.json")
+    name = f"trace_step_{step}_rank_{world.rank}"
     profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=PROFILER_STEPS - 1, repeat=1),
-        on_trace_ready=lambda trace: trace.export_chrome_trace(str(file)),
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=5, repeat=1),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(directory, name),
     )
     profiler.start()
-    return profiler
+    optimizer.register_step_post_hook(lambda *_: profiler.step())
 
 
 def collect_garbage():
@@ -569,11 +509,10 @@ def collect_garbage():
 
 
 # --------------------------------------------------------------------------------------- DATA
-def open_data(task, cfg) -> tuple[Dataset, Dataset | None]:
+def open_data(task, cfg) -> list:
     """Task.data(), on rank 0 first, because it may download. Collective."""
     start_hang_timer(cfg)
     data_sets: list = []
-    task.spec = dict(task.spec)  # not that of the class, which all tasks share
 
     def open_all():
         seed_generators(cfg.seed)  # for data sets that are divided at random
@@ -582,31 +521,21 @@ def open_data(task, cfg) -> tuple[Dataset, Dataset | None]:
     on_rank_0(open_all)
     if not is_rank_0():
         open_all()
-    train_set, test_set = data_sets
-    given = [train_set] if test_set is None else [train_set, test_set]
+    given = [data_set for data_set in data_sets if data_set is not None]
     for data_set in given:
+        name = type(data_set).__name__
         if isinstance(data_set, IterableDataset):
-            raise UserError(
-                f"{type(data_set).__name__} has no index: return a map-style data set, with "
-                "__len__() and __getitem__(); examples/tar_shards.py reads shards by index"
-            )
+            raise UserError(f"{name} has no index: return a map-style data set, with __getitem__()")
         if len(data_set) == 0:
-            raise UserError(f"{type(data_set).__name__} has no samples: is --data-dir right?")
-    if dist.is_initialized():
-        check_same_data([len(data_set) for data_set in given], task.spec)
-    return train_set, test_set
-
-
-def check_same_data(samples: list[int], spec: dict):
-    """UserError if a rank sees another number of samples, or another spec. Collective."""
-    seen = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, [socket.gethostname(), samples, spec])
-    first_host, *first = seen[0]
-    for rank, (host, *other) in enumerate(seen):
-        if other != first:
-            text = f"rank {rank} on {host} sees {other[0]} samples (training, test), rank 0 on"
-            text += f" {first_host} {first[0]}, or another Task.spec"
-            raise UserError(f"{text}: the ranks need the same --data-dir")
+            raise UserError(f"{name} has no samples: is --data-dir right?")
+    seen = gather([[len(data_set) for data_set in given], task.spec])
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            raise UserError(
+                f"rank {rank} sees {other[0]} samples (training, test), rank 0 {seen[0][0]}, or "
+                "another Task.spec: the ranks need the same --data-dir"
+            )
+    return data_sets
 
 
 class InMemoryDataset(TensorDataset):
@@ -614,38 +543,26 @@ class InMemoryDataset(TensorDataset):
 
 
 class SeededDataset(Dataset):
-    """Seeds torch, numpy and random for each sample, so that its augmentation does not depend on
-    the loader worker that reads it, nor on what it has read before.
+    """Seeds torch, numpy and random for each micro-batch, so that its augmentation does not depend
+    on the loader worker that reads it, nor on what it has read before.
 
-    A data set with a generator of its own gets the seed by its method seed_sample(seed). One with
-    __getitems__() gets all samples of a micro-batch at once, after one seed.
+    A data set with a generator of its own gets the seed by its method seed_sample(seed).
     """
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
         self.seed = seed
-        if hasattr(dataset, "__getitems__"):
-            self.__getitems__ = self.get_micro_batch  # the DataLoader calls it
 
-    def __getitem__(self, key: int):
-        index = self.seed_for(key)
-        try:
-            return self.dataset[index]
-        except OSError as error:
-            raise UserError(f"cannot read sample {index} of the data set ({error})") from None
-
-    def get_micro_batch(self, keys: list[int]):
-        self.seed_for(keys[0])
-        return self.dataset.__getitems__([key % len(self.dataset) for key in keys])
-
-    def seed_for(self, key: int) -> int:
-        """Seed the generators for a key of SampleStream. Returns the index of the sample."""
-        epoch, index = divmod(key, len(self.dataset))
-        seed = derive_seed(self.seed, "augmentation", epoch, index)
+    def __getitems__(self, keys: list[int]) -> list:
+        """The samples of a micro-batch, for keys of SampleStream; the DataLoader calls it."""
+        seed = derive_seed(self.seed, "augmentation", keys[0])
         seed_generators(seed)
         if hasattr(self.dataset, "seed_sample"):
             self.dataset.seed_sample(seed)
-        return index
+        indices = [key % len(self.dataset) for key in keys]
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]
 
 
 def derive_seed(*parts) -> int:
@@ -679,16 +596,17 @@ class SampleStream:
         self.cfg = cfg
         self.micro_batches_per_step, rest = divmod(cfg.global_batch_size, cfg.batch_size)
         ranks, count = world.world_size, self.micro_batches_per_step
-        batch = f"a global batch of {cfg.global_batch_size} samples"
-        if rest or count < ranks:
-            need = f"it must be at least {ranks} whole micro-batches of {cfg.batch_size}"
-            remedy = "start a new run with another --batch-size or --global-batch-size"
-            raise UserError(f"{batch} on {ranks} ranks: {need}; {remedy}")
-        if cfg.global_batch_size > samples:
-            raise UserError(f"{batch} is more than the {samples} of the data: set --batch-size")
+        if rest or count < ranks or cfg.global_batch_size > samples:
+            raise UserError(
+                f"a global batch of {cfg.global_batch_size} samples does not fit: it needs whole "
+                f"micro-batches of {cfg.batch_size}, at least one for each of {ranks} ranks, and "
+                f"at most the {samples} samples of the training set"
+            )
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
-        text = f"Global batch {cfg.global_batch_size} = {count} x {cfg.batch_size}"
-        log_on_rank_0(f"{text}; {samples / cfg.global_batch_size:.4g} steps per epoch")
+        log_on_rank_0(
+            f"Global batch {cfg.global_batch_size} = {count} x {cfg.batch_size}; "
+            f"{samples / cfg.global_batch_size:.4g} steps per epoch"
+        )
 
     def epochs_done(self, step: int) -> int:
         """The complete passes over the training set after this many steps."""
@@ -696,52 +614,33 @@ class SampleStream:
 
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch is complete after this number of steps, and was not one step before."""
-        return step > 0 and self.epochs_done(step) > self.epochs_done(step - 1)
+        beyond = step * self.cfg.global_batch_size % self.samples
+        return step > 0 and beyond < self.cfg.global_batch_size
 
-    def evaluates_after(self, step: int) -> bool:
-        every = self.cfg.eval_every_steps
-        return self.ends_epoch(step) or bool(step and every and step % every == 0)
-
-    def saves_after(self, step: int) -> bool:
-        """By the number of the step alone; Saver.poll() has other reasons."""
-        every = self.cfg.checkpoint_every_steps
-        return self.evaluates_after(step) or bool(every and step % every == 0)
-
-    def is_recorded(self, step: int) -> bool:
-        return step % self.cfg.log_every_steps == 0 or self.ends_epoch(step)
+    def ends_interval(self, step: int, every: int | None) -> bool:
+        """Whether an epoch, or an interval of so many steps, is complete after this step."""
+        return self.ends_epoch(step) or (every is not None and step > 0 and step % every == 0)
 
     def steps_of(self, epochs: int) -> int:
         """The steps that this many epochs take."""
         return math.ceil(epochs * self.samples / self.cfg.global_batch_size)
 
-    def epoch(self, step: int) -> float:
-        """The passes over the training set at the middle of this step, for Task.lr_factor().
-
-        Of the last step, only the samples that the epochs need count.
-        """
-        begin = step * self.cfg.global_batch_size
-        end = min(begin + self.cfg.global_batch_size, self.cfg.epochs * self.samples)
-        return (begin + end) / 2 / self.samples
-
-    def order(self, epoch: int, device) -> torch.Tensor:
+    def order(self, epoch: int) -> torch.Tensor:
         """The keys of this epoch's samples in their order; a key is epoch * samples + index."""
         generator = torch.Generator().manual_seed(derive_seed(self.cfg.seed, "order", epoch))
-        order = torch.randperm(self.samples, generator=generator) + epoch * self.samples
-        return order.to(device)
+        return torch.randperm(self.samples, generator=generator) + epoch * self.samples
 
     def keys(self, step: int, device) -> Iterator[torch.Tensor]:
         """The keys int64 [b] of this rank's micro-batches, from this step on, without an end."""
-        b = self.cfg.batch_size
-        order = functools.lru_cache(maxsize=2)(self.order)  # a micro-batch may be of two epochs
+        epoch = None
         while True:
+            now, place = divmod(step * self.cfg.global_batch_size, self.samples)
+            if now != epoch:
+                epoch = now
+                two_epochs = torch.cat([self.order(epoch), self.order(epoch + 1)]).to(device)
             for micro in self.micro_batches:
-                begin = step * self.cfg.global_batch_size + micro * b
-                epoch, place = divmod(begin, self.samples)
-                keys = order(epoch, device)[place : place + b]
-                missing = b - len(keys)
-                if missing:
-                    keys = torch.cat([keys, order(epoch + 1, device)[:missing]])
-                yield keys
+                begin = place + micro * self.cfg.batch_size
+                yield two_epochs[begin : begin + self.cfg.batch_size]
             step += 1
 
 
@@ -754,20 +653,22 @@ def batches_of(task, cfg, world, dataset, keys: Callable) -> Iterator:
             yield [tensor[rows] for tensor in tensors]
         return
     lists = (micro_batch.tolist() for micro_batch in keys("cpu"))
-    side = torch.cuda.Stream() if world.device.type == "cuda" else None
+    side = None
+    if world.device.type == "cuda":
+        side = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
 
     def to_device(tensor):
-        return tensor.to(world.device, non_blocking=True)
+        copy = tensor.to(world.device, non_blocking=True)
+        if side:
+            copy.record_stream(current)  # until the step is done, the memory is not reused
+        return copy
 
     for batch in get_dataloader(task, cfg, world, dataset, lists):
         with torch.cuda.stream(side):  # copy it while the previous step runs
             batch = tree_map_only(torch.Tensor, to_device, batch)
         if side:
-            current = torch.cuda.current_stream()
             current.wait_stream(side)
-            for part in tree_leaves(batch):
-                if isinstance(part, torch.Tensor):
-                    part.record_stream(current)  # until it is done, the memory is not reused
         yield batch
 
 
@@ -777,32 +678,19 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
     options = {
         "num_workers": workers,
         "worker_init_fn": ignore_stop_signals,
-        "collate_fn": stack_samples,
         "pin_memory": world.device.type != "cpu",
     }
-    if workers and len(tempfile.gettempdir()) > 70:
-        raise UserError("TMPDIR is too long for the sockets of loader workers: set a shorter one")
     if workers and sys.platform == "linux":  # a signal would end Python 3.14's forkserver
         options["multiprocessing_context"] = "fork"
     options |= task.loader_options()
     return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
 
 
-def stack_samples(samples: list):
-    """[sample, ...] -> its parts, each stacked to [b, ...]"""
-    try:
-        return default_collate(samples)
-    except (RuntimeError, TypeError) as error:
-        remedy = "set a collate_fn in Task.loader_options()"
-        raise UserError(f"samples of a micro-batch cannot be stacked: {remedy} ({error})") from None
-
-
 def cores_of_rank() -> int:
-    """The cores of this rank: those it is bound to, at most its share of the machine, and 16."""
-    cores = (os.cpu_count() or 1) // launch_variable("LOCAL_WORLD_SIZE", 1)
-    if hasattr(os, "sched_getaffinity"):  # Linux; scripts/guard.py and Slurm bind a rank
-        cores = min(cores, len(os.sched_getaffinity(0)))
-    return min(16, max(1, cores))
+    """The cores that this rank is bound to, at most 16."""
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
+        return 1
+    return min(16, len(os.sched_getaffinity(0)))
 
 
 def ignore_stop_signals(_worker: int):
@@ -826,13 +714,19 @@ def setup_distributed(cfg) -> World:
     per_node = launch_variable("LOCAL_WORLD_SIZE", 1)
     nodes = world_size // per_node
     if (cfg.nodes or nodes) != nodes or (cfg.gpus_per_node or per_node) != per_node:
-        text = f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks"
-        raise UserError(f"{text}: the launcher sets their number (torchrun: --nproc-per-node)")
-    device = select_device(launch_variable("LOCAL_RANK", 0), world_size)
+        raise UserError(
+            f"--nodes or --gpus-per-node: this launch has {nodes} x {per_node} ranks: the launcher "
+            "sets their number (torchrun: --nproc-per-node)"
+        )
+    device = torch.device("cpu")
+    gpus = torch.accelerator.device_count()
+    if gpus:  # with one GPU per Slurm task, each rank sees one GPU, number 0
+        index = launch_variable("LOCAL_RANK", 0) % gpus
+        torch.accelerator.set_device_index(index)  # else, each rank would also use GPU 0
+        device = torch.device(index)  # cuda (NVIDIA, AMD), xpu (Intel) or mps
     backend = cfg.distributed_backend or dist.get_default_backend_for_device(device)
     if backend == "nccl" and device.type == "cpu":
         raise UserError("--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo")
-    world = World(launch_variable("RANK", 0), world_size, device)
     if device.type == "cpu" and (cfg.gpus_per_node or os.environ.get("SLURM_GPUS_ON_NODE")):
         log_on_rank_0("WARNING: PyTorch finds no GPU here, and trains on the CPU")
     noun = "process" if device.type == "cpu" else "GPU"
@@ -841,13 +735,10 @@ def setup_distributed(cfg) -> World:
     log_on_rank_0(f"Starting distributed training on {world_size} {noun} ({per_node} per node)")
     log_on_rank_0(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
-        if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-            text = "MASTER_ADDR or MASTER_PORT is not set"
-            raise UserError(f"{text}: use torchrun, or put scripts/guard.py before the script")
         timeout = timedelta(seconds=cfg.hang_timeout)
         bound_device = None if backend == "gloo" else device
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
-    return world
+    return World(launch_variable("RANK", 0), world_size, device)
 
 
 def use_slurm_variables(env):
@@ -858,13 +749,10 @@ def use_slurm_variables(env):
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "TORCHELASTIC_RUN_ID" in env:
         return
-    try:
-        env["RANK"] = env["SLURM_PROCID"]
-        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-        env["WORLD_SIZE"] = tasks
-        env["LOCAL_WORLD_SIZE"] = re.split("[(,]", env["SLURM_STEP_TASKS_PER_NODE"])[0]  # 4(x2)
-    except KeyError as error:
-        raise UserError(f"this is a task of Slurm, but {error} is not set") from None
+    env["RANK"] = env["SLURM_PROCID"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["WORLD_SIZE"] = tasks
+    env["LOCAL_WORLD_SIZE"] = re.split("[(,]", env["SLURM_STEP_TASKS_PER_NODE"])[0]  # 4(x2)
 
 
 def launch_variable(name: str, default: int) -> int:
@@ -874,18 +762,6 @@ def launch_variable(name: str, default: int) -> int:
 def is_rank_0() -> bool:
     """Under a bare srun, only after setup_distributed()."""
     return launch_variable("RANK", 0) == 0
-
-
-def select_device(local_rank: int, world_size: int) -> torch.device:
-    """The GPU of this rank, which PyTorch uses from now on; the CPU if there is none."""
-    no_collectives = world_size > 1 and torch.backends.mps.is_available()  # on the GPU of a Mac
-    gpus = torch.accelerator.device_count()
-    if no_collectives or gpus == 0:
-        return torch.device("cpu")
-    # With one GPU per Slurm task, each rank sees one GPU, number 0.
-    device = torch.device(local_rank % gpus)  # cuda (NVIDIA, AMD), xpu (Intel) or mps
-    torch.accelerator.set_device_index(device.index)  # else, each rank would also use GPU 0
-    return device
 
 
 def configure_torch(cfg):
@@ -900,18 +776,8 @@ def configure_torch(cfg):
         torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
     elif "GLIBC_TUNABLES" not in os.environ:  # by which a user may have set malloc
         keep_freed_memory()
-    os.register_at_fork(before=wait_for_new_threads)
     if cfg.reproducible:
         torch.set_num_threads(1)  # on a CPU: with more, some kernels sum in another order
-
-
-def wait_for_new_threads():
-    """Before a fork: wait for threads of gloo that are just entering Python. Has no other effect.
-
-    Up to Python 3.10.14 and in early releases of 3.11, the child, such as a loader worker, would
-    hang on a lock of theirs: https://github.com/python/cpython/issues/112275
-    """
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(0), None)  # takes the same lock
 
 
 def keep_freed_memory():
@@ -928,29 +794,17 @@ class LossOf(nn.Module):
     If DDP wrapped the model, model.encoder(x) in loss() would work on one rank only.
     """
 
-    def __init__(self, task, model: nn.Module):
+    def __init__(self, task, cfg, world, model: nn.Module):
         super().__init__()
         self.task = task
         self.model = model
+        dtype = torch.float16 if cfg.amp == "fp16" else torch.bfloat16
+        enabled = cfg.amp != "off"
+        self.autocast = functools.partial(torch.autocast, world.device.type, dtype, enabled)
 
     def forward(self, batch) -> tuple[torch.Tensor, dict]:
-        result = self.task.loss(self.model, batch)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise UserError("Task.loss() must return the mean loss and a dict of sums, maybe {}")
-        return result
-
-
-def wrap(task, cfg, model) -> nn.Module:
-    """batch -> Task.loss(), in a module that exchanges the gradients in the backward pass."""
-    loss_of = LossOf(task, model)
-    if not dist.is_initialized() or cfg.reproducible:
-        return loss_of
-    wrapped = task.wrap(loss_of)
-    if isinstance(wrapped, DistributedDataParallel):
-        wrapped.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
-        if not wrapped.static_graph:  # else, it would note which parameters are used
-            settle_buckets(wrapped)
-    return wrapped
+        with self.autocast():
+            return self.task.loss(self.model, batch)
 
 
 def settle_buckets(ddp: DistributedDataParallel):
@@ -960,10 +814,12 @@ def settle_buckets(ddp: DistributedDataParallel):
     change the rounding. It skips the forward pass of the model, which may keep what it computes
     in its first one, and uses no data: only zeros of the parameters.
     """
-    trained = [p for p in ddp.parameters() if p.requires_grad]
+    ddp.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
+    if ddp.static_graph:  # it would note which parameters are used
+        return
 
-    def zero(_batch) -> torch.Tensor:
-        return sum(p.sum().abs() * 0 for p in trained)
+    def zero(_batch):
+        return sum(p.sum().abs() * 0 for p in ddp.parameters() if p.requires_grad)
 
     ddp.module.forward = zero
     ddp(None).backward()
@@ -981,13 +837,20 @@ def on_rank_0(function: Callable, *arguments):
         if is_rank_0():
             outcome = [function(*arguments), False]
     finally:  # also after an error
-        if dist.is_initialized():
-            dist.broadcast_object_list(outcome)
-    result, has_failed = outcome
+        result, has_failed = gather(outcome)[0]
     if has_failed:
         time.sleep(2)  # let rank 0 print it first: launchers kill the rest
         raise SystemExit(2)
     return result
+
+
+def gather(value) -> list:
+    """[that of rank 0, that of rank 1, ...]. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class ExactGradients:
@@ -1000,58 +863,51 @@ class ExactGradients:
     ROUNDING = 1.5 * 2**12  # the last bit of a float64 from 2**12 to 2**13 is 2**-40
 
     def __init__(self, optimizer, scaler):
-        self.parameters = parameters_of(optimizer)
-        device = self.parameters[0].device
-        self.scale = scaler.scale(torch.ones((), dtype=torch.float64, device=device))  # of fp16
-        self.total = 0
+        self.scale = scaler.get_scale()  # of fp16, else 1
+        self.totals = {}
+        for p in parameters_of(optimizer):
+            dtype = torch.promote_types(p.dtype, torch.float64)
+            self.totals[p] = torch.zeros_like(p, dtype=dtype)
 
     def divide_by(self, count: torch.Tensor):
         """Before gradients of sums over items are rounded, divide them by this number of rank 0.
 
         Collective.
         """
-        count = count.detach().double().clamp(min=1)
+        count = count.double().clamp(min=1)
         if dist.is_initialized():
             dist.broadcast(count, 0)
         self.scale = self.scale * count
 
     def add_micro_batch(self):
-        """Move the gradients of a micro-batch from .grad to the total."""
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        flat = torch.cat([as_real(gradient).flatten() for gradient in gradients]).double()
-        flat = flat / self.scale
-        self.total = self.total + (flat + self.ROUNDING - self.ROUNDING)
-        for p in self.parameters:
-            p.grad = None
+        """Move the gradients of a micro-batch from .grad to the totals."""
+        for p, total in self.totals.items():
+            if p.grad is not None:
+                gradient = p.grad.to(total.dtype) / self.scale
+                total.add_(gradient + self.ROUNDING - self.ROUNDING)
+                p.grad = None
 
     def write_gradients(self):
         """Add the totals of all ranks and write them to .grad. Collective."""
-        if dist.is_initialized():
-            dist.all_reduce(self.total)
-        self.total.masked_fill_(self.total.abs() >= 2.0**13, math.nan)
-        sizes = [as_real(p).numel() for p in self.parameters]
-        for p, gradient in zip(self.parameters, (self.total * self.scale).split(sizes)):
-            p.grad = torch.empty_like(p)
-            as_real(p.grad).copy_(gradient.view_as(as_real(p)))
+        for p, total in self.totals.items():
+            if dist.is_initialized():
+                dist.all_reduce(total)
+            total.masked_fill_(total.abs() >= 2.0**13, math.nan)
+            p.grad = (total * self.scale).to(p.dtype)
 
 
 def check_replicas(model):
     """UserError, before anything is saved, if a rank has different weights. Collective."""
-    if not dist.is_initialized():
-        return
-    digests = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digests_of(model.parameters()).sum().item())
+    digests = gather(digests_of(model.parameters()).sum().item())
     half = len(digests) / 2  # if no more ranks than that agree, any of them may be wrong
     odd = [rank for rank, digest in enumerate(digests) if digests.count(digest) <= half]
     if odd:
-        why = "a memory error, different hardware, or code that changes them on some ranks only"
-        text = f"different weights on the ranks {odd}: {why}; the same command resumes"
-        raise UserError(f"{text} from the last checkpoint", "weights differ")
-
-
-def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        raise UserError(
+            f"different weights on the ranks {odd}: a memory error, different hardware, or code "
+            "that changes them on some ranks only; the same command resumes from the last "
+            "checkpoint",
+            "weights differ",
+        )
 
 
 def digests_of(tensors) -> torch.Tensor:
@@ -1059,15 +915,14 @@ def digests_of(tensors) -> torch.Tensor:
 
     A flipped bit changes it; the order of the sum does not. Does not wait for the GPU.
     """
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
     sums = []
     for tensor in tensors:
-        values = as_real(tensor.detach())
-        size = values.element_size()
+        values = tensor.detach().flatten()
+        if values.element_size() < 4:
+            values = values.float()  # exact
         # On a CPU, PyTorch adds int32 as int64 20 times as slowly.
-        total = values.view(integers[size]).sum(dtype=integers[max(size, 4)])
-        sums.append(total.long())
-    return torch.stack(sums)
+        sums.append(values.view(torch.int32).sum(dtype=torch.int32))
+    return torch.stack(sums).long()
 
 
 # ------------------------------------------------------------------------------------ METRICS
@@ -1209,7 +1064,7 @@ class MetricsWriter:
             for longer in (state.epoch_sums, state.interval_sums):
                 for name, value in sums.items():
                     longer[name] = longer.get(name, 0.0) + value
-            if self.stream.is_recorded(end):
+            if self.stream.ends_interval(end, every):
                 self.record_interval(end, state.interval_sums, sync)
                 state.interval_sums = {}
 

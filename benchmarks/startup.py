@@ -15,7 +15,7 @@ a table of medians over the rounds. Each part is the time of the slowest rank:
     rendezvous    init_process_group()
     data          reading the data into memory
     model         building the model
-    DDP           wrapping the loss in DDP, with a first backward pass
+    DDP           the first backward pass of DDP
     first step    forward pass, backward pass and update
 
 With --compile, the first step compiles.
@@ -36,7 +36,7 @@ FUNCTIONS = {  # functions of the trainer: the part that their time belongs to
     "setup_distributed": "rendezvous",
     "open_data": "data",
     "build_model": "model",
-    "wrap": "DDP",
+    "settle_buckets": "DDP",
     "train_step": "first step",
 }
 PARTS = ["interpreter", "torch", "imports", "rank check", *FUNCTIONS.values()]

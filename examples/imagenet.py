@@ -61,7 +61,7 @@ def read_image(path: str) -> Image.Image:
         with Image.open(path) as file:
             image = ImageOps.exif_transpose(file)
     except (OSError, Image.DecompressionBombError) as error:
-        raise OSError(f"{path}: {error}") from None
+        raise UserError(f"cannot read {path} ({error})") from None
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")

@@ -70,14 +70,15 @@ def test_a_mistake_in_a_config_file_is_named(tmp_path, text, expected):
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny, batch, ranks):
     message = refuse(tmp_path / "r", *tiny, f"--global-batch-size={batch}", ranks=ranks)
     assert message == (
-        f"a global batch of {batch} samples on {ranks} ranks: it must be at least {ranks} whole "
-        "micro-batches of 8; start a new run with another --batch-size or --global-batch-size"
+        f"a global batch of {batch} samples does not fit: it needs whole micro-batches of 8, at "
+        f"least one for each of {ranks} ranks, and at most the 203 samples of the training set"
     )
 
 
 def test_a_global_batch_of_more_samples_than_there_are_is_refused(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--batch-size=204")
-    assert "204 samples is more than the 203 of the data" in message
+    assert "a global batch of 204 samples does not fit" in message
+    assert "at most the 203 samples" in message
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):

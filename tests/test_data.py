@@ -42,9 +42,8 @@ def test_an_image_that_does_not_decode_is_named(tmp_path, images):
         result = launch(run, 1, *words, before=tasks.PHOTOS)
         assert result.codes == [2]
         assert result.err[0].count("\n") == 1
-        assert (
-            "error: cannot read sample " in result.err[0] and "truncated" in result.err[0].lower()
-        )
+        assert f"error: cannot read {bad} (" in result.err[0]
+        assert "truncated" in result.err[0].lower()
 
 
 def test_folders_without_images_or_of_other_classes_are_named(tmp_path, images):
@@ -76,14 +75,17 @@ class Drawn(torch.utils.data.Dataset):
         return torch.rand(1).item(), random.random(), np.random.random(), self.own.random()
 
 
-def test_all_generators_are_seeded_for_each_sample():
-    data = SeededDataset(Drawn(), 42)
+def test_all_generators_are_seeded_for_each_micro_batch():
+    def drawn(key: int, seed: int = 42) -> tuple:
+        (sample,) = SeededDataset(Drawn(), seed).__getitems__([key])
+        return sample
+
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
-    first = data[3]
-    others = [data[2], data[5 + 3], SeededDataset(Drawn(), 43)[3]]  # sample, epoch, seed
-    assert data[3] == first
+    first = drawn(3)
+    others = [drawn(2), drawn(5 + 3), drawn(3, seed=43)]  # sample, epoch, seed
+    assert drawn(3) == first
     for other in others:
         assert not set(other) & set(first)
 
@@ -215,8 +217,8 @@ def refusal_of(train_set, test_set) -> str:
 
 def test_a_data_set_without_an_index_or_without_samples_is_refused():
     one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
-    remedy = "Stream has no index: return a map-style data set, with __len__() and __getitem__(); "
-    assert refusal_of(Stream(), one).startswith(remedy)
+    refusal = "Stream has no index: return a map-style data set, with __getitem__()"
+    assert refusal_of(Stream(), one) == refusal
     for sets in ((none, one), (one, none)):
         assert refusal_of(*sets) == "InMemoryDataset has no samples: is --data-dir right?"
 
@@ -249,18 +251,11 @@ def test_data_that_is_divided_at_random_is_the_same_on_all_ranks():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 @pytest.mark.parametrize(
-    ("cores", "ranks_here", "bound_to", "workers"),
-    [
-        (96, 8, 96, 12),  # torchrun alone binds no rank
-        (96, 8, 10, 10),  # Slurm or scripts/guard.py gave it fewer
-        (2, 4, 2, 1),
-        (128, 1, 128, 16),
-    ],
+    ("bound_to", "workers"),
+    [(10, 10), (128, 16)],  # Slurm or scripts/guard.py bind a rank to its share of the cores
 )
-def test_a_rank_has_one_loader_worker_per_core(monkeypatch, cores, ranks_here, bound_to, workers):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+def test_a_rank_has_one_loader_worker_per_core(monkeypatch, bound_to, workers):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(bound_to)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
     assert train_distributed.cores_of_rank() == workers
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import REPO, Result, assert_same_state
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import train_distributed as trainer
 from examples import (
@@ -414,7 +415,7 @@ def test_sync_batchnorm_replaces_each_batch_norm_and_needs_gpus(monkeypatch):
     task = task_of("sync_batchnorm")
     cfg = parse_config(["--global-batch-size=128"], task)
     task.spec = {"classes": ["a", "b"]}
-    norms = [m for m in task.model(cfg).modules() if isinstance(m, trainer.BatchNorm)]
+    norms = [m for m in task.model(cfg).modules() if isinstance(m, _BatchNorm)]
     assert {type(norm) for norm in norms} == {torch.nn.SyncBatchNorm} and len(norms) == 20
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

@@ -1,6 +1,7 @@
 """What people expect of a trainer in use, and what public bug reports of others have broken."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -115,7 +116,8 @@ def test_a_resumed_run_still_knows_its_best_evaluation(tmp_path):
     for stop in (2, 3, 5, 18):
         run = train(tmp_path / "run", 2, *options, f"--stop-at-step={stop}", **small())
     assert_same_state(run.newest(), whole.newest())
-    assert run.newest()["state"]["best"] == whole.newest()["state"]["best"] is not None
+    best = run.newest()["state"]["best_score"]
+    assert best == whole.newest()["state"]["best_score"] > -math.inf
     assert_same_state(run.checkpoint("best"), whole.checkpoint("best"))
     worse = small("def report(self, sums): return {'loss': 1e9}")
     train(tmp_path / "run", 2, *options, "--epochs=7", **worse)
@@ -137,7 +139,7 @@ def test_a_run_that_a_task_ends_at_its_best_evaluation_has_that_as_best(tmp_path
 def test_a_metric_that_is_nan_is_never_the_best(tmp_path):
     report = "def report(self, sums): return {'loss': float('nan')}"
     run = train(tmp_path / "run", 1, *QUICK, "--epochs=2", **small(report))
-    assert run.newest()["state"]["best"] is None
+    assert run.newest()["state"]["best_score"] == -math.inf
     assert not (run.directory / "best.pt").exists()
 
 
@@ -157,25 +159,10 @@ def test_sums_that_differ_between_micro_batches_are_one_sentence(tmp_path):
     assert "Task.loss() must return the same sums" in message
 
 
-def test_patience_needs_a_metric(tmp_path):
-    message = refuse(tmp_path / "run", *QUICK, "--patience=2", **small("best = 'f1'"))
-    assert "f1" in message and "Task.best" in message
-
-
 def test_a_task_without_the_metric_of_best_is_told_so(tmp_path):
     run = train(tmp_path / "run", 1, *QUICK, "--epochs=1", **small("best = 'f1'"))
     assert "Task.best" in run.out[0]
     assert not (run.directory / "best.pt").exists()
-
-
-@pytest.mark.parametrize("result", ["loss", "(loss, 1, 2)"])
-def test_loss_without_sums_is_one_sentence(tmp_path, result):
-    code = (
-        "def loss(self, model, batch):\n  loss, sums = super().loss(model, batch)\n  return "
-        + result
-    )
-    message = refuse(tmp_path / "run", *QUICK, **small(code))
-    assert "Task.loss() must return" in message
 
 
 def test_what_ran_is_recorded_and_a_change_is_reported(tmp_path):
@@ -349,26 +336,6 @@ sys.stdout, sys.stderr = Lines(sys.stdout), Lines(sys.stderr)
     before = {"before": replaced + small()["before"]}
     run = train(tmp_path / "run", 2, *QUICK, "--epochs=1", **before)
     assert "Finished" in run.out[0]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_cannot_be_stacked_are_a_user_error(tmp_path, workers):
-    ragged = """
-def data(self, cfg):
-    samples = [(torch.zeros(1 + i % 3), 0) for i in range(32)]
-    return samples, None
-"""
-    message = refuse(tmp_path / "run", *QUICK, f"--num-workers={workers}", **small(ragged))
-    assert "collate_fn" in message
-
-
-def test_a_long_tmpdir_is_refused_before_workers_hang(tmp_path):
-    long = tmp_path / ("x" * 80)
-    long.mkdir()
-    listed = "def data(self, cfg): return [(torch.ones(4), torch.ones(1))] * 32, None"
-    before = f"import tempfile; tempfile.tempdir = {str(long)!r}\n" + small(listed)["before"]
-    message = refuse(tmp_path / "run", *QUICK, "--num-workers=1", before=before)
-    assert "TMPDIR" in message
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path):
@@ -548,7 +515,7 @@ def test_a_file_profile_records_five_steps_of_each_rank(tmp_path):
     options = [*QUICK, "--epochs=10"]
     profiled = train(tmp_path / "run", 2, *options, **small())
     for rank in (0, 1):
-        (file,) = tmp_path.glob(f"run/trace_step_*_rank_{rank}.json")
+        (file,) = tmp_path.glob(f"run/trace_step_*_rank_{rank}.*.json")
         events = json.loads(file.read_text())["traceEvents"]
         assert sum("ProfilerStep" in event["name"] for event in events) == 5
     assert not (tmp_path / "run" / "PROFILE").exists()

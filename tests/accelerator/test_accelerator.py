@@ -76,7 +76,7 @@ class Accelerators:
             places, expected = [], 0
             for event in self.of_rank(rank):
                 stack = event["stack"]
-                is_in_step = phase(stack) in ("train_step", "set_learning_rate", BACKWARD)
+                is_in_step = phase(stack) in ("train_step", BACKWARD)
                 if event["kind"] != "wait" or not is_in_step:
                     continue
                 places.append(" < ".join([event["what"], *stack[:4]]))

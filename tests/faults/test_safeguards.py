@@ -142,8 +142,8 @@ TRAINER = {
         r"AssertionError: \S+ differs$",
         """
         def add_micro_batch(self):
-            self.total = self.total + t.torch.cat([p.grad.flatten() for p in self.parameters])
-            for p in self.parameters:
+            for p, total in self.totals.items():
+                total.add_(p.grad)
                 p.grad = None
 
         t.ExactGradients.add_micro_batch = add_micro_batch
@@ -164,8 +164,8 @@ TRAINER = {
         "assert not ",
         "t.set_training_mode = lambda model: model.train()",
     ),
-    "each sample is seeded": (
-        "test_data.py -k seeded_for_each_sample",
+    "each micro-batch is seeded": (
+        "test_data.py -k seeded_for_each_micro_batch",
         r"assert \(.*\) == \(",
         "t.seed_generators = lambda seed, device=None: None",
     ),
