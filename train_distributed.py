@@ -261,7 +261,7 @@ def train(task: Task, cfg: argparse.Namespace, world: World):
         group["initial_lr"] = group["lr"]
         group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.amp == "fp16")
-    saver = Saver(task, cfg, stream, optimizer)
+    saver = Saver(task, cfg, stream)
     state = State()
     if checkpoint:
         saver.restore(path, checkpoint, state, model, optimizer, scaler)
@@ -1197,8 +1197,9 @@ class MetricsWriter:
             self.board = module.SummaryWriter(self.path.with_name("tensorboard"))
         if self.cfg.wandb:
             self.wandb = import_package("wandb", "--wandb")
-            run_id = f"{derive_seed(self.saver.run_id, str(self.path.resolve())):x}"
-            self.wandb.init(id=run_id, resume="allow", dir=self.path.parent, config=options)
+            self.wandb.init(
+                id=self.saver.run_id, resume="allow", dir=self.path.parent, config=options
+            )
 
     def record_intervals(self, state, totals, sync):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
@@ -1366,21 +1367,21 @@ def lock_directory(cfg) -> int:
     its loader workers have ended.
     """
     directory = run_directory(cfg)
+    file = directory / "lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         for waited in range(LOCK_SECONDS + 1):
             if try_lock(lock):
                 break
-            text = f"{directory} is in use by {os.pread(lock, 1000, 0).decode(errors='replace')}"
+            text = f"{directory} is in use by {file.read_text()}"
             if waited == LOCK_SECONDS:
                 remedy = "stop that process, or set another --checkpoint-dir"
                 raise UserError(f"{text}: {remedy}", "in use")
             if waited == 0:
                 log(f"{text}: waiting for its end, up to {LOCK_SECONDS} s")
             time.sleep(1)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         for leftover in [*directory.glob(".checkpoint_*.tmp"), directory / "STOP"]:
             leftover.unlink(missing_ok=True)
     except OSError as error:
@@ -1408,9 +1409,7 @@ def write_file(path: Path, write: Callable):
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:
-        cause: BaseException = error
-        while cause.__context__:  # torch.save hides "No space left on device"
-            cause = cause.__context__
+        cause = error.__context__ or error  # torch.save() hides "No space left on device"
         with suppress(OSError):
             temporary.unlink()
         raise UserError(f"cannot write {path}; is the disk full? ({cause})", "disk") from None
@@ -1419,48 +1418,40 @@ def write_file(path: Path, write: Callable):
 class Saver:
     """Saves checkpoints and the status of the run, and deletes old ones, on rank 0."""
 
-    def __init__(self, task, cfg, stream, optimizer):
+    def __init__(self, task, cfg, stream):
         self.cfg = cfg
         self.stream = stream
         self.directory = run_directory(cfg)
         # What makes a run this run: it does not resume with other data.
         self.identity = {"task": type(task).__name__, "spec": task.spec, "samples": stream.samples}
         self.code = on_rank_0(code_version)
-        self.first_groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
         self.began = time.time()
         self.last_save = time.monotonic()
         self.run_id = os.urandom(8).hex()
         self.start_step = 0
         self.saved_step = 0
-        self.is_first = True  # the next save
         self.has_failed = False  # the last save
 
     def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
         """Continue from the checkpoint."""
-        for name, now in self.identity.items():
-            if checkpoint[name] != now:
-                text = f"the checkpoint is of a run with {name} {checkpoint[name]}, not {now}"
-                raise UserError(f"{text}: set another --checkpoint-dir")
+        refuse_changes(self.cfg, checkpoint, self.identity)
         if checkpoint["code"] != self.code:
             text = f"the code has changed since the checkpoint: {checkpoint['code']} -> {self.code}"
             log_on_rank_0(text)
-        load_weights(model, checkpoint["model"])
-        # What the optimizer has learned is part of the run, but an option that was changed applies.
-        saved = checkpoint["optimizer"]["param_groups"]
-        for group, before, now in zip(saved, checkpoint["first_groups"], self.first_groups):
-            # For example {"weight_decay"}. Not "params": they say which weights the state is of.
-            group.update({k: v for k, v in now.items() if k != "params" and v != before.get(k)})
-        try:
-            # Not tensors that are mapped: a deleted file would keep its place on the disk.
-            optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
-        except ValueError as error:
-            raise UserError(f"the checkpoint is of another optimizer ({error})") from None
+        model.load_state_dict(checkpoint["model"])
+        fresh_groups = [dict(group) for group in optimizer.param_groups]
+        # Not tensors that are mapped: a deleted file would keep its place on the disk.
+        optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        # What the optimizer has learned is part of the run, but options apply as they are now.
+        for group, fresh in zip(optimizer.param_groups, fresh_groups):
+            options = {"initial_lr", *vars(self.cfg)}
+            group.update({name: fresh[name] for name in options & fresh.keys()})
         if checkpoint["scaler"]:  # of fp16
             scaler.load_state_dict(checkpoint["scaler"])
         vars(state).update(checkpoint["state"])
-        self.run_id = checkpoint["run_id"]
         self.start_step = state.step
         if path.parent == self.directory:
+            self.run_id = checkpoint["run_id"]
             self.saved_step = state.step
 
     def poll(self) -> list[bool]:
@@ -1471,12 +1462,10 @@ class Saver:
         if not is_rank_0():
             return [False, False]
         is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-        save = is_late or (self.directory / "SAVE").exists()
-        file = self.directory / "PROFILE"
-        profile = file.exists()
-        if profile:
-            file.unlink()
-        return [save, profile]
+        profile = self.directory / "PROFILE"
+        flags = [is_late or (self.directory / "SAVE").exists(), profile.exists()]
+        profile.unlink(missing_ok=True)
+        return flags
 
     def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
@@ -1485,10 +1474,10 @@ class Saver:
         """
         if not is_rank_0():
             return
-        name = self.name_of(state.step)
+        path = self.path_of(state.step)
         finite = [p.isfinite().all() for p in model.parameters()]
         if not torch.stack(finite).all():
-            raise UserError(f"{name} not saved: the weights are not finite; lower --lr", "NaN")
+            raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
         content = {
             **self.identity,
             "config": vars(self.cfg),
@@ -1497,41 +1486,36 @@ class Saver:
             "state": vars(state),
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "first_groups": self.first_groups,
             "scaler": scaler.state_dict(),
         }
-        tensors = tensors_of(content)
-        content["digests"] = dict(zip(tensors, digests_of(tensors.values()).tolist()))
+        content["digests"] = digests_in(content)
+
+        def write(file):
+            torch.save(content, file)
+            file.flush()
+            load_checkpoint(Path(file.name))  # reads all but the tensors
+
         try:
-            write_file(self.directory / name, functools.partial(torch.save, content))
+            write_file(path, write)
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
-            self.delete_old(name)
+            self.delete_old(path)
         except UserError as error:
+            if error.cause != "disk":
+                text = "numbers, texts and tensors in Task.spec, options and the optimizer's state"
+                raise UserError(f"a checkpoint needs {text}: {error}") from None
             if self.has_failed:
                 raise
             self.has_failed = True
             warn(f"{error}")
-        if self.is_first and not self.has_failed:
-            self.read_back(self.directory / name)
         self.last_save = time.monotonic()
         (self.directory / "SAVE").unlink(missing_ok=True)
 
-    def read_back(self, path: Path):
-        """UserError if the first checkpoint of this process cannot be loaded."""
-        self.is_first = False
-        try:
-            load_checkpoint(path)
-        except UserError as error:
-            path.unlink()
-            needed = "numbers, texts and tensors in Task.spec, options and the optimizer's state"
-            raise UserError(f"a checkpoint needs {needed}: {error}") from None
-
-    def name_of(self, step: int) -> str:
+    def path_of(self, step: int) -> Path:
         if self.stream.ends_epoch(step):
-            return f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
-        return f"checkpoint_step_{step}.pt"
+            return self.directory / f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
+        return self.directory / f"checkpoint_step_{step}.pt"
 
     def save_best(self, step: int):
         """Keep the checkpoint of this step as best.pt, beside the newest ones."""
@@ -1539,23 +1523,18 @@ class Saver:
             return
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
-            os.link(self.directory / self.name_of(step), temporary)
+            os.link(self.path_of(step), temporary)
             temporary.replace(self.directory / "best.pt")
         except OSError as error:  # that save has failed
             warn(f"cannot keep the best checkpoint: {error}")
         temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
-    def delete_old(self, name: str):
-        """Keep only the newest checkpoints, among them the one with this name."""
+    def delete_old(self, newest: Path):
+        """Keep only the newest checkpoints, among them this one."""
         paths = checkpoints_in(self.directory)
-        paths.sort(key=lambda path: (path.name == name, self.step_of(path)))
+        paths.sort(key=lambda path: (path == newest, path.stat().st_mtime))
         for old in paths[: -self.cfg.keep]:
             old.unlink(missing_ok=True)
-
-    def step_of(self, path: Path) -> int:
-        """The reverse of name_of()."""
-        number = int(path.stem.rpartition("_")[2])
-        return self.stream.steps_of(number) if "epoch" in path.name else number
 
     def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
         """status.json, and a copy for the supervisor. States: running, finished, stopped,
@@ -1583,38 +1562,38 @@ class Saver:
 def checkpoints_in(directory: Path) -> list[Path]:
     """Not copies such as checkpoint_epoch_3_good.pt."""
     name = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")
-    return [path for path in directory.glob("checkpoint_*.pt") if name.fullmatch(path.name)]
+    return [path for path in directory.iterdir() if name.fullmatch(path.name)]
 
 
 def find_checkpoint(cfg) -> Path | None:
     """The newest intact checkpoint in --checkpoint-dir, else that of --resume. For rank 0."""
     directory = run_directory(cfg)
     paths = checkpoints_in(directory)
-    readable = []
-    for path in paths:
+    for path in sorted(paths, key=step_of, reverse=True):
         try:
-            checkpoint = load_checkpoint(path)
-            readable.append((checkpoint["state"]["step"], path, checkpoint))
-        except UserError as error:
-            warn(f"skipped: {error}")
-    for _, path, checkpoint in sorted(readable, reverse=True):
-        try:
-            check_digests(path, checkpoint)
+            checkpoint = load_intact(path)
         except UserError as error:
             warn(f"skipped: {error}")
             continue
         for option in ("resume", "init"):  # what the run began with may be repeated
             now = getattr(cfg, option)
-            if now not in (None, "auto", checkpoint["config"][option]):
+            if now not in (None, checkpoint["config"][option]):
                 text = f"--{option} {now}, but {directory} has a run of its own"
                 raise UserError(f"{text}: set another --checkpoint-dir")
         return path
     if paths:
         raise UserError(f"no intact checkpoint in {directory}: set another --checkpoint-dir")
-    if cfg.resume in ("auto", "none"):
+    if not cfg.resume:
         return None
     load_intact(Path(cfg.resume))
     return Path(cfg.resume)
+
+
+def step_of(path: Path) -> float:
+    """Infinity if it cannot be loaded: find_checkpoint() then comes to it first, and names it."""
+    with suppress(UserError):
+        return load_checkpoint(path)["state"]["step"]
+    return math.inf
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -1634,27 +1613,6 @@ def load_checkpoint(path: Path) -> dict:
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
 
 
-def tensors_of(checkpoint: dict) -> dict[str, torch.Tensor]:
-    """Those of the model and of the optimizer, by name."""
-    optimizer = checkpoint.get("optimizer", {"state": {}})  # not in a file of weights alone
-    parts = {"model": checkpoint["model"], **optimizer["state"]}
-    named = {}
-    for part, values in parts.items():
-        for name, value in values.items():
-            if torch.is_tensor(value):
-                named[f"{part}.{name}"] = value
-    return named
-
-
-def check_digests(path: Path, checkpoint: dict):
-    """UserError if a tensor is not as it was saved."""
-    tensors = tensors_of(checkpoint)
-    saved = checkpoint["digests"]
-    for name, digest in zip(tensors, digests_of(tensors.values()).tolist()):
-        if digest != saved.get(name, digest):
-            raise UserError(f"{path} is damaged ({name})")
-
-
 def load_intact(path: Path) -> dict:
     """load_checkpoint() with check_digests()."""
     checkpoint = load_checkpoint(path)
@@ -1662,11 +1620,17 @@ def load_intact(path: Path) -> dict:
     return checkpoint
 
 
-def load_weights(model, weights: dict):
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(f"the checkpoint is of another model ({error})") from None
+def check_digests(path: Path, checkpoint: dict):
+    """UserError if a tensor is not as it was saved."""
+    saved = checkpoint["digests"]  # empty in a file of weights that was converted
+    if saved and saved != digests_in(checkpoint):
+        raise UserError(f"{path} is damaged")
+
+
+def digests_in(checkpoint: dict) -> list[int]:
+    """Of all tensors in it, which may be on several devices."""
+    tensors = [leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, torch.Tensor)]
+    return [digests_of([tensor]).item() for tensor in tensors]
 
 
 def load_initial_weights(cfg, model):
@@ -1691,9 +1655,10 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
     if checkpoint["task"] != name:
         raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass that task")
     task.spec = checkpoint["spec"]
-    options = build_parser(task).defaults() | checkpoint["config"]  # new options have defaults
+    options = {action.dest: action.default for action in build_parser(task)._actions}
+    options |= checkpoint["config"]  # which lacks options that were added later
     model = task.model(argparse.Namespace(**options))
-    load_weights(model, checkpoint["model"])
+    model.load_state_dict(checkpoint["model"])
     model.requires_grad_(False)
     return model.to(device).eval()
 
@@ -1706,6 +1671,7 @@ FREE_OPTIONS |= {"checkpoint_every_steps", "save_minutes", "nodes", "gpus_per_no
 FREE_OPTIONS |= {"distributed_backend", "hang_timeout", "eval_every_steps", "patience"}
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "optimizer", "dataset"}
+FIXED_OPTIONS |= {"task", "spec", "samples"}  # see Saver.identity
 
 
 class UserError(Exception):
@@ -1722,28 +1688,31 @@ def run_directory(cfg) -> Path:
 
 
 def settle_options(cfg, world, checkpoint: dict | None):
-    """The options of a run that is resumed: refuse changes that would make it another run."""
-    if checkpoint is None:
-        cfg.global_batch_size = cfg.global_batch_size or cfg.batch_size * world.world_size
-        return
-    saved = checkpoint["config"]
-    cfg.global_batch_size = cfg.global_batch_size or saved["global_batch_size"]
-    cfg.init = cfg.init or saved["init"]
-    if cfg.resume == "auto":
-        cfg.resume = saved["resume"]
+    """The global batch of a run that is resumed stays, on any number of ranks."""
+    saved = checkpoint["config"] if checkpoint else {}
+    default = saved.get("global_batch_size", cfg.batch_size * world.world_size)
+    cfg.global_batch_size = cfg.global_batch_size or default
+
+
+def refuse_changes(cfg, checkpoint: dict, identity: dict):
+    """UserError if options, or the identity of the run, have changed in a way that is not allowed.
+
+    Without --checkpoint-dir, a second experiment would continue the first one by mistake.
+    """
+    before = checkpoint["config"] | {name: checkpoint[name] for name in identity}
     changes = {}
-    for name, now in vars(cfg).items():
-        if name not in FREE_OPTIONS and name in saved and saved[name] != now:
-            changes[name] = f"{name} {saved[name]} -> {now}"
+    for name, now in (vars(cfg) | identity).items():
+        if name not in FREE_OPTIONS and name in before and before[name] != now:
+            changes[name] = f"{name} {before[name]} -> {now}"
     text = ", ".join(changes.values())
-    directory = run_directory(cfg)
-    conflict = f"{directory} has a run with other options ({text})"
-    remedy = "set another --checkpoint-dir for a new run, or"
     fixed = sorted(FIXED_OPTIONS & changes.keys())
     if fixed:
-        raise UserError(f"{conflict}: {remedy} do not change {', '.join(fixed)}")
-    if changes and not cfg.checkpoint_dir:
-        raise UserError(f"{conflict}: {remedy} continue this one with --checkpoint-dir {directory}")
+        remedy = f"do not change {', '.join(fixed)}"
+    else:
+        remedy = f"continue this one with --checkpoint-dir {run_directory(cfg)}"
+    if fixed or (changes and not cfg.checkpoint_dir):
+        conflict = f"the checkpoint is of a run with other options ({text})"
+        raise UserError(f"{conflict}: set another --checkpoint-dir for a new run, or {remedy}")
     if changes:
         log_on_rank_0(f"Changed since the checkpoint: {text}")
 
@@ -1785,29 +1754,31 @@ class Parser(argparse.ArgumentParser):
         hint = did_you_mean(unknown[1], [*self._option_string_actions]) if unknown else ""
         raise UserError(message[:1000] + hint)
 
-    def defaults(self) -> dict:
-        return {action.dest: action.default for action in self._actions}
-
 
 def build_parser(task) -> Parser:
     """The options, one per line. They are also the keys of a config file, with _ instead of -."""
     started = sys.modules["__main__"]
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=started.__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser(
+        description=started.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        conflict_handler="resolve",  # a task may define an option anew
+    )
     add = parser.add_argument
-    switch = argparse.BooleanOptionalAction
+    on_or_off = argparse.BooleanOptionalAction
+    switch = functools.partial(add, action=on_or_off, default=False)
     add("--config", type=path, metavar="FILE", help="options in YAML; the command line wins")
     add("--evaluate", type=path, metavar="FILE.pt", help="evaluate this file only, by its options")
     add("--checkpoint-dir", "--save-dir", type=path, help="of this run, to resume it [checkpoints]")
-    add("--resume", type=path, default="auto", help="auto, none, FILE.pt for new directory [auto]")
+    add("--resume", type=path, metavar="FILE.pt", help="continue this run in a new directory")
     add("--init", type=path, metavar="FILE.pt", help="begin with the weights of another run")
     add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
     add("--stop-at-step", type=positive_int, help="save and exit at this step; same schedule")
-    add("--seed", type=natural, default=42, help="random seed [42]")
-    add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
-    add("--reproducible", action=switch, default=False, help="same weights on any number of ranks")
+    add("--seed", type=int, default=42, help="random seed [42]")
+    switch("--deterministic", help="repeatable kernels, slower on GPU")
+    switch("--reproducible", help="same weights on any number of ranks")
     add("--data-dir", type=path, default="data", help="where data is, or is downloaded to [data]")
-    add("--num-workers", type=natural, help="loader workers, for files [cores of a rank]")
+    add("--num-workers", type=int, help="loader workers, for files [cores of a rank]")
     add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
     add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
@@ -1816,14 +1787,14 @@ def build_parser(task) -> Parser:
     add("--weight-decay", type=not_negative, default=1e-4, help="[0.0001]")
     add("--clip-grad-norm", type=not_negative, default=0.0, help="largest norm; 0: off [0]")
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
-    add("--tf32", action=switch, default=True, help="TF32 for float32 products on GPUs [on]")
-    add("--compile", action=switch, default=False, help="torch.compile the model")
-    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    switch("--tf32", default=True, help="TF32 for float32 products on GPUs [on]")
+    switch("--compile", help="torch.compile the model")
+    switch("--activation-checkpointing", help="less memory, slower")
     add("--eval-every-steps", type=positive_int, help="evaluate every N steps, not only each epoch")
     add("--patience", type=positive_int, help="stop after N evaluations without a better one")
     add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
-    add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
-    add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
+    switch("--tensorboard", help="also write TensorBoard files")
+    switch("--wandb", help="also log to W&B (WANDB_MODE=offline works)")
     add("--save-minutes", type=not_negative, default=10.0, help="minutes between saves [10]")
     add("--checkpoint-every-steps", type=positive_int, help="also save every N steps")
     add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
@@ -1831,40 +1802,35 @@ def build_parser(task) -> Parser:
     add("--nodes", type=positive_int, help="fail unless there are this many nodes")
     add("--gpus-per-node", type=positive_int, help="fail unless a node has this many ranks")
     add("--hang-timeout", type=positive_int, default=600, help="seconds without progress [600]")
-    try:
-        task.add_options(parser)  # last: it may set defaults of the others
-    except argparse.ArgumentError as error:
-        raise UserError(f"{type(task).__name__}.add_options(): {error}") from None
+    task.add_options(parser)  # last: it may set defaults of the others
     return parser
 
 
 def path(text: str) -> str:
     """Replaces ~ and $VARIABLES, which a shell does not do after =, nor YAML at all."""
     text = os.path.expandvars(os.path.expanduser(text))
-    if "$" in text:
-        raise argparse.ArgumentTypeError(f"{text}: this variable is not set")
+    if "$" in text:  # of a variable that is not set
+        raise ValueError
     return text
 
 
-def natural(text: str) -> int:
-    return checked(int(text), 0, 2**63 - 1)
-
-
 def positive_int(text: str) -> int:
-    return checked(int(text), 1, math.inf)
+    number = int(text)
+    if number < 1:
+        raise ValueError  # argparse then names the option, this function and the text
+    return number
 
 
 def not_negative(text: str) -> float:
-    return checked(float(text), 0, math.inf)
+    number = float(text)
+    if not number >= 0:  # also if it is NaN
+        raise ValueError
+    return number
 
 
 def fraction(text: str) -> float:
-    return checked(float(text), 0, 1)
-
-
-def checked(number: float, lowest: float, highest: float):
-    """The number if it is in the range, else argparse's error, which names the option."""
-    if not lowest <= number <= highest:
+    number = float(text)
+    if not 0 <= number <= 1:
         raise ValueError
     return number
 
@@ -1897,29 +1863,20 @@ def read_config(file: str, parser) -> list[str]:
         raise UserError(f"cannot read --config {file} ({error})") from None
     if not isinstance(options, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
-    known = {action.dest: action for action in parser._actions}
-    of_this_file = build_parser(Task()).defaults()
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
+        action = parser._option_string_actions.get(flag)  # None: argparse will refuse the flag
         if value in ("", "null", "~"):  # the default
             continue
-        if name not in known:
-            if name in of_this_file:  # configs/default_config.yaml has it, but not your task
-                log_on_rank_0(f"--config {file}: {name} is ignored, which this task does not have")
-                continue
-            raise UserError(
-                f"--config {file}: there is no option {name}{did_you_mean(name, known)}"
-            )
-        action = known[name]
         if isinstance(value, list):
             words += [flag, *map(str, value)]
-        elif action.nargs != 0:
-            words.append(f"{flag}={value}")
-        elif str(value).lower() == "true":
+        elif action and action.nargs == 0 and str(value).lower() == "true":  # a switch
             words.append(flag)
-        elif isinstance(action, argparse.BooleanOptionalAction):  # not action="store_true"
-            words.append(flag.replace("--", "--no-", 1))
+        elif action and action.nargs == 0 and str(value).lower() == "false":
+            words += action.option_strings[1:]  # its --no-..., if there is one
+        else:
+            words.append(f"{flag}={value}")
     return words
 
 

@@ -47,10 +47,11 @@ def test_an_unknown_option_or_a_wrong_value_is_named(option, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("epoch: 3", "options.yaml: there is no option epoch, did you mean epochs?"),
+        ("epoch: 3", "unrecognized arguments: --epoch=3, did you mean --epochs?"),
         ("epochs: three", "argument --epochs: invalid positive_int value: 'three'"),
         ("epochs: [3, 4]", "unrecognized arguments: 4"),
-        ("training: {epochs: 3}", "options.yaml: there is no option training"),
+        ("training: {epochs: 3}", "unrecognized arguments: --training={'epochs': '3'}"),
+        ("compile: maybe", "--no-compile: ignored explicit argument 'maybe'"),
         ("- epochs", "options.yaml: it needs lines like `epochs: 5`"),
         ("lr: 1\n  epochs: 3", "cannot read --config "),
         ("seed: !!python/object/apply:os._exit [x]", "argument --seed: "),  # it is not executed
@@ -88,8 +89,9 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
 
 
 def test_a_disk_that_is_full_at_the_start_is_named(tmp_path, tiny):
-    before = "import errno, os\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left')\n"
-    message = refuse(tmp_path / "run", *tiny, before=f"{before}os.pwrite = full")
+    before = "import errno\nfrom pathlib import Path\ndef full(*_):\n"
+    before += "    raise OSError(errno.ENOSPC, 'No space left')\nPath.write_text = full\n"
+    message = refuse(tmp_path / "run", *tiny, before=before)
     assert message.startswith("cannot write to ") and "No space left" in message
 
 
@@ -122,11 +124,10 @@ CHANGES = {
 
 def test_what_makes_a_run_this_run_cannot_be_changed_in_a_named_directory_either(finished, tiny):
     message = refuse(finished, *tiny, *CHANGES, "--lr=0.5")
-    assert message.startswith(f"{finished} has a run with other options (")
+    assert message.startswith("the checkpoint is of a run with other options (")
     for change in [*CHANGES.values(), "lr 0.05 -> 0.5"]:
         assert change in message
-    names = "batch_size, dataset, global_batch_size, optimizer, seed"
-    assert message.endswith(f"do not change {names}")
+    assert "seed" in message.rpartition("do not change")[2]
 
 
 def in_default_directory(finished, *options):
@@ -150,7 +151,7 @@ def test_the_same_command_without_a_directory_continues_its_run(one_epoch, tiny)
 def test_a_checkpoint_of_other_data_of_the_same_kind_is_refused(finished, tmp_path):
     other = write_mnist(tmp_path / "other", train=99, test=9)
     message = refuse(finished, "--dataset=mnist", f"--data-dir={other}", "--batch-size=8")
-    assert message.startswith("the checkpoint is of a run with samples 203, not 99: ")
+    assert "samples 203 -> 99" in message and message.endswith("do not change samples")
 
 
 OTHER_TASK = """if True:
@@ -168,17 +169,17 @@ OTHER_TASK = """if True:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("Other", "task Task, not Other"), ("Task", "spec")]
+    ("name", "expected"), [("Other", "task Task -> Other"), ("Task", "spec {'classes': ['0', ")]
 )
 def test_a_checkpoint_of_another_task_or_of_other_classes_is_refused(
     finished, tiny, name, expected
 ):
     before = OTHER_TASK.replace("{name!r}", repr(name))
     message = refuse(finished, *tiny, before=before)
-    assert message.startswith(f"the checkpoint is of a run with {expected}")
+    assert f"({expected}" in message
 
 
-@pytest.mark.parametrize("option", ["--resume=none", "--resume={}", "--init={}"])
+@pytest.mark.parametrize("option", ["--resume={}", "--init={}"])
 def test_a_directory_with_checkpoints_is_not_given_another_beginning(
     tmp_path, finished, tiny, option
 ):
