@@ -33,7 +33,6 @@ import faulthandler
 import fcntl
 import functools
 import gc
-import importlib
 import json
 import math
 import multiprocessing
@@ -224,9 +223,10 @@ class Task:
 
 def read_mnist(root: Path, part: str) -> InMemoryDataset:
     """uint8 [n, 1, 28, 28] and labels int64 [n]; part: train or test."""
-    mnist = import_package("torchvision", "MNIST").datasets.MNIST
+    from torchvision.datasets import MNIST  # not at the top: it takes time, and not all need it
+
     try:
-        digits = mnist(root, train=part == "train", download=True)
+        digits = MNIST(root, train=part == "train", download=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot read MNIST in {root}: is --data-dir right? ({error})") from None
     return InMemoryDataset(digits.data.unsqueeze(1), digits.targets)
@@ -1086,14 +1086,14 @@ class Sync:
         self.last_step = last_step
         self.requests = requests
         self.stop_reason = ""  # the same on all ranks
-        self.intervals: list[int] = []  # of each micro-batch since the last exchange
-        self.columns: dict[str, list] = defaultdict(list)  # what loss() has returned for them
+        # What loss() has returned since the last exchange, by (interval, name).
+        self.columns = defaultdict(list)
         self.steps_between = 1  # from one exchange to the next
         self.seconds_per_step = 1.0  # between the last two
         self.data_wait = 0.0  # the part of it in which the ranks wait for data
-        self.seconds_left: float | None = None  # until the first exchange
-        # Of steps that are recorded: learning rate, and norm of the gradient before clipping.
-        self.recorded: dict[int, tuple[float, torch.Tensor]] = {}
+        self.seconds_left = None  # until the first exchange
+        # By step, if it is recorded: learning rate, and norm of the gradient before clipping.
+        self.recorded = {}
         self.restart(0)
 
     def restart(self, step: int):
@@ -1109,59 +1109,54 @@ class Sync:
 
     def add(self, interval: int, values: dict):
         """Keep numbers, and tensors without dimensions, without waiting for the GPU."""
-        self.intervals.append(interval)
         for name, value in values.items():
             number = value.detach() if isinstance(value, torch.Tensor) else value
-            self.columns[name].append(number)
+            self.columns[interval, name].append(number)
 
     def all_reduce(self, step: int, flags: list[bool]):
         """({interval: sums over all ranks}, the number of ranks that set each flag). Collective.
 
         The sums are in float64. That of "loss" counts each mean loss as often as its items.
         """
-        columns = {}
-        for name, column in sorted(self.columns.items()):  # in the same order on all ranks
-            if len(column) != len(self.intervals):
-                raise UserError(f"Task.loss() must return the same sums each time, also {name}")
+        numbers = {}
+        for key, column in sorted(self.columns.items()):  # in the same order on all ranks
             is_tensor = isinstance(column[0], torch.Tensor)  # then it waits for the GPU
-            columns[name] = torch.stack(column).tolist() if is_tensor else column
-        losses = zip(columns["loss"], columns["count"])
-        columns["loss"] = [loss * count for loss, count in losses]
-        sums: dict[tuple, float] = defaultdict(float)
-        for name, column in columns.items():
-            for interval, value in zip(self.intervals, column):
-                sums[interval, name] += float(value)
-        self.intervals.clear()
+            numbers[key] = torch.stack(column).tolist() if is_tensor else column
         self.columns.clear()
+        sums = {}
+        for (interval, name), column in numbers.items():
+            counts = numbers[interval, "count"]
+            if len(column) != len(counts):
+                raise UserError(f"Task.loss() must return the same sums each time, also {name}")
+            if name == "loss":
+                column = [loss * count for loss, count in zip(column, counts)]
+            sums[interval, name] = float(sum(column))
         agreed = self.agree(step, [*sums.values(), *flags])
-        totals: dict[int, dict[str, float]] = defaultdict(dict)
+        totals = defaultdict(dict)
         for (interval, name), total in zip(sums, agreed):
             totals[interval][name] = total
         return totals, agreed[len(sums) :]
 
     def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
         """The sums of the numbers over all ranks; sets stop_reason. Collective."""
-        start_hang_timer(self.cfg)
-        steps = max(1, step - self.step)
-        ranks = self.world.world_size
-        elapsed = time.monotonic() - self.time
         known = self.requests.poll(self.world.rank) if self.requests else []
         flags = [reason in known for reason in STOP_REASONS]
+        elapsed = time.monotonic() - self.time
         sums = [elapsed, self.seconds_waited, *flags, *numbers]
-        if ranks > 1:
+        if self.world.world_size > 1:
             vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
             dist.all_reduce(vector)
             sums = vector.tolist()
         elapsed, waited, *rest = sums
-        reasons = [reason for reason, flag in zip(STOP_REASONS, rest) if flag]
-        if reasons:
-            self.stop_reason = reasons[0]
-        seconds = elapsed / steps / ranks
-        self.seconds_per_step = seconds
+        for reason, is_set in zip(STOP_REASONS, rest):
+            if is_set and not self.stop_reason:
+                self.stop_reason = reason
+        steps = max(1, step - self.step)
+        self.seconds_per_step = elapsed / steps / self.world.world_size
         self.data_wait = waited / elapsed
-        self.seconds_left = (self.last_step - step) * seconds
+        self.seconds_left = (self.last_step - step) * self.seconds_per_step
         # The first steps are slow: approach the right number by doubling it.
-        self.steps_between = max(1, min(2 * steps, int(self.SECONDS / seconds)))
+        self.steps_between = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
         return rest[len(STOP_REASONS) :]
 
 
@@ -1181,37 +1176,39 @@ class MetricsWriter:
     def __init__(self, task, cfg, saver):
         self.task = task
         self.cfg = cfg
-        self.saver = saver
         self.stream = saver.stream
         self.path = run_directory(cfg) / "metrics.jsonl"
         self.board = None  # of TensorBoard
         self.wandb = None
-        on_rank_0(self.open)
+        on_rank_0(self.open, saver)
 
-    def open(self):
+    def open(self, saver):
         options = vars(self.cfg) | {"config": None}
-        text = f"# {self.saver.code}\n{yaml.safe_dump(options)}".encode()
+        text = f"# {saver.code}\n{yaml.safe_dump(options)}".encode()
         write_file(self.path.with_name("config.yaml"), lambda file: file.write(text))
         if self.cfg.tensorboard:
-            module = import_package("torch.utils.tensorboard", "--tensorboard", "tensorboard")
-            self.board = module.SummaryWriter(self.path.with_name("tensorboard"))
+            from torch.utils.tensorboard import SummaryWriter  # it takes time
+
+            self.board = SummaryWriter(self.path.with_name("tensorboard"))
         if self.cfg.wandb:
-            self.wandb = import_package("wandb", "--wandb")
-            self.wandb.init(
-                id=self.saver.run_id, resume="allow", dir=self.path.parent, config=options
+            import wandb
+
+            self.wandb = wandb.init(
+                id=saver.run_id, resume="allow", dir=self.path.parent, config=options
             )
 
     def record_intervals(self, state, totals, sync):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
         every = self.cfg.log_every_steps
         for interval, sums in totals.items():
-            end = min(interval * every + every, state.step)
-            check_loss(sums, f"in the steps {interval * every + 1} to {end}")
+            first = interval * every + 1
+            last = min(first + every - 1, state.step)
+            check_loss(sums, f"in the steps {first} to {last}")
             for longer in (state.epoch_sums, state.interval_sums):
                 for name, value in sums.items():
                     longer[name] = longer.get(name, 0.0) + value
-            if self.stream.is_recorded(end):
-                self.record_interval(end, state.interval_sums, sync)
+            if self.stream.is_recorded(last):
+                self.record_interval(last, state.interval_sums, sync)
                 state.interval_sums = {}
 
     def record_interval(self, step: int, sums, sync):
@@ -1256,14 +1253,14 @@ class MetricsWriter:
     def record(self, kind: str, step: int, values: dict[str, float]):
         if not is_rank_0():
             return
-        values = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        record = {"kind": kind, "step": step, "time": time.time(), **values}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record = {"kind": kind, "step": step, "time": time.time(), **finite}
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             warn(f"cannot write metrics: {error}")
-        numbers = {f"{kind}/{name}": v for name, v in values.items() if v is not None}
+        numbers = {f"{kind}/{name}": value for name, value in values.items()}
         if self.board:
             for name, number in numbers.items():
                 self.board.add_scalar(name, number, step)
@@ -1317,14 +1314,11 @@ class StopRequests:
 
     def __init__(self, cfg):
         self.signal = ""  # the name of the first one
-        self.signal_time = math.inf
+        self.signal_time = 0.0
         stop_file = run_directory(cfg) / "STOP"
         self.files = [stop_file, Path(os.environ.get("STOP_FILE") or stop_file)]
         end = os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
-        try:
-            time_left = float(end) - time.time()
-        except ValueError:
-            raise UserError(f"DEADLINE is {end}, not seconds since 1970") from None
+        time_left = float(end) - time.time()
         if time_left < 0:  # of a Slurm job that has ended, in whose terminal this was started
             warn("ignored a DEADLINE or SLURM_JOB_END_TIME that is over")
             time_left = math.inf
@@ -1335,16 +1329,16 @@ class StopRequests:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, _frame):
+        if not self.signal:
+            self.signal = signal.Signals(number).name
+            self.signal_time = time.time()
+            if number == signal.SIGINT and is_rank_0():
+                text = b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n"
+                with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
+                    os.write(2, text)
         # Within a second of the first, it is the same Ctrl-C, forwarded by a launcher.
-        if number == signal.SIGINT and time.time() > self.signal_time + 1:
+        elif number == signal.SIGINT and time.time() > self.signal_time + 1:
             os._exit(130)
-        if self.signal:
-            return
-        self.signal = signal.Signals(number).name
-        self.signal_time = time.time()
-        if number == signal.SIGINT and is_rank_0():
-            with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
-                os.write(2, b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n")
 
     def poll(self, rank: int) -> list[str]:
         """The reasons that this rank knows of. Only rank 0 looks at files and the clock."""
@@ -1493,7 +1487,7 @@ class Saver:
         def write(file):
             torch.save(content, file)
             file.flush()
-            load_checkpoint(Path(file.name))  # reads all but the tensors
+            open_checkpoint(file.name)  # if it cannot be loaded, the run ends now, not later
 
         try:
             write_file(path, write)
@@ -1502,9 +1496,6 @@ class Saver:
             self.write_status(state.step, "running", seconds_left=seconds_left)
             self.delete_old(path)
         except UserError as error:
-            if error.cause != "disk":
-                text = "numbers, texts and tensors in Task.spec, options and the optimizer's state"
-                raise UserError(f"a checkpoint needs {text}: {error}") from None
             if self.has_failed:
                 raise
             self.has_failed = True
@@ -1532,7 +1523,7 @@ class Saver:
     def delete_old(self, newest: Path):
         """Keep only the newest checkpoints, among them this one."""
         paths = checkpoints_in(self.directory)
-        paths.sort(key=lambda path: (path == newest, path.stat().st_mtime))
+        paths.sort(key=lambda path: (path == newest, path.lstat().st_mtime))
         for old in paths[: -self.cfg.keep]:
             old.unlink(missing_ok=True)
 
@@ -1571,60 +1562,50 @@ def find_checkpoint(cfg) -> Path | None:
     paths = checkpoints_in(directory)
     for path in sorted(paths, key=step_of, reverse=True):
         try:
-            checkpoint = load_intact(path)
+            saved = load_checkpoint(path)["config"]
         except UserError as error:
             warn(f"skipped: {error}")
             continue
         for option in ("resume", "init"):  # what the run began with may be repeated
             now = getattr(cfg, option)
-            if now not in (None, checkpoint["config"][option]):
+            if now not in (None, saved[option]):
                 text = f"--{option} {now}, but {directory} has a run of its own"
                 raise UserError(f"{text}: set another --checkpoint-dir")
         return path
     if paths:
         raise UserError(f"no intact checkpoint in {directory}: set another --checkpoint-dir")
-    if not cfg.resume:
-        return None
-    load_intact(Path(cfg.resume))
-    return Path(cfg.resume)
+    return Path(cfg.resume) if cfg.resume else None
 
 
 def step_of(path: Path) -> float:
     """Infinity if it cannot be loaded: find_checkpoint() then comes to it first, and names it."""
-    with suppress(UserError):
-        return load_checkpoint(path)["state"]["step"]
+    with suppress(Exception):
+        return open_checkpoint(path)["state"]["step"]
     return math.inf
 
 
-def load_checkpoint(path: Path) -> dict:
+def open_checkpoint(path: Path) -> dict:
     """Its content, mapped into memory: a tensor is read when it is used."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def load_checkpoint(path: Path) -> dict:
+    """open_checkpoint(), or a UserError if the file is not as it was saved."""
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        checkpoint = open_checkpoint(path)
         with zipfile.ZipFile(path) as archive:
             (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             archive.read(rest)  # all but the tensors: BadZipFile if it has changed
-        content["digests"]  # KeyError if it is not one of ours
-        return content
+        digests = checkpoint["digests"]  # empty in a file of weights that was converted
+        if digests and digests != digests_in(checkpoint):
+            raise ValueError("a tensor is not as it was saved")
+        return checkpoint
     except (FileNotFoundError, PermissionError) as error:
         text = f"{socket.gethostname()} cannot read {path} ({error.strerror})"
         raise UserError(f"{text}: is it there, in a directory that all nodes see?") from None
     except Exception as error:  # a file can be damaged in many ways
         text = f"{path} is damaged, or of another version of the trainer"
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
-
-
-def load_intact(path: Path) -> dict:
-    """load_checkpoint() with check_digests()."""
-    checkpoint = load_checkpoint(path)
-    check_digests(path, checkpoint)
-    return checkpoint
-
-
-def check_digests(path: Path, checkpoint: dict):
-    """UserError if a tensor is not as it was saved."""
-    saved = checkpoint["digests"]  # empty in a file of weights that was converted
-    if saved and saved != digests_in(checkpoint):
-        raise UserError(f"{path} is damaged")
 
 
 def digests_in(checkpoint: dict) -> list[int]:
@@ -1635,10 +1616,12 @@ def digests_in(checkpoint: dict) -> list[int]:
 
 def load_initial_weights(cfg, model):
     """--init: the weights of another run; says which do not fit the model."""
-    weights = load_intact(Path(cfg.init))["model"]
+    weights = load_checkpoint(Path(cfg.init))["model"]
     own = model.state_dict()
-    shapes = {name: weight.shape for name, weight in own.items() if torch.is_tensor(weight)}
-    fitting = {n: w for n, w in weights.items() if n in shapes and w.shape == shapes[n]}
+    fitting = {}
+    for name, weight in weights.items():
+        if torch.is_tensor(weight) and name in own and weight.shape == own[name].shape:
+            fitting[name] = weight
     model.load_state_dict(fitting, strict=False)
     others = ", ".join(sorted((own.keys() | weights.keys()) - fitting.keys()))
     log_on_rank_0(f"Weights of {cfg.init}: {len(fitting)} taken; not: {others or 'none'}")
@@ -1650,7 +1633,7 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
     task: that of the training; the default is this file's. Its data is not needed. Sets task.spec.
     """
     task = task or Task()
-    checkpoint = load_intact(Path(path))
+    checkpoint = load_checkpoint(Path(path))
     name = type(task).__name__
     if checkpoint["task"] != name:
         raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass that task")
@@ -1699,31 +1682,20 @@ def refuse_changes(cfg, checkpoint: dict, identity: dict):
 
     Without --checkpoint-dir, a second experiment would continue the first one by mistake.
     """
+    directory = run_directory(cfg)
     before = checkpoint["config"] | {name: checkpoint[name] for name in identity}
     changes = {}
     for name, now in (vars(cfg) | identity).items():
         if name not in FREE_OPTIONS and name in before and before[name] != now:
             changes[name] = f"{name} {before[name]} -> {now}"
     text = ", ".join(changes.values())
-    fixed = sorted(FIXED_OPTIONS & changes.keys())
-    if fixed:
-        remedy = f"do not change {', '.join(fixed)}"
-    else:
-        remedy = f"continue this one with --checkpoint-dir {run_directory(cfg)}"
-    if fixed or (changes and not cfg.checkpoint_dir):
-        conflict = f"the checkpoint is of a run with other options ({text})"
-        raise UserError(f"{conflict}: set another --checkpoint-dir for a new run, or {remedy}")
+    refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes
+    if refused:
+        remedy = f"set another --checkpoint-dir for a new run, or --checkpoint-dir {directory}"
+        remedy += f" to continue; {', '.join(sorted(FIXED_OPTIONS))} must not change"
+        raise UserError(f"{directory} has a run with other options ({text}): {remedy}")
     if changes:
         log_on_rank_0(f"Changed since the checkpoint: {text}")
-
-
-def import_package(module: str, needed_by: str, package: str = ""):
-    """A package that only some runs need, imported when they need it, because that takes time."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        remedy = f"pip install {package or module}"
-        raise UserError(f"{needed_by} needs a package: {remedy} ({error})") from None
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
@@ -1733,15 +1705,14 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
 def code_version() -> str:
     """What runs: digests of the started script and of this file, and the commit."""
-    started = getattr(sys.modules["__main__"], "__file__", None) or __file__
+    started = getattr(sys.modules["__main__"], "__file__", __file__)
     parts = []
     for file in sorted({Path(started).resolve(), Path(__file__).resolve()}):
-        digest = blake2b(file.read_bytes(), digest_size=4).hexdigest()
-        parts.append(f"{file.name} {digest}")
+        parts.append(f"{file.name} {blake2b(file.read_bytes(), digest_size=4).hexdigest()}")
     describe_commit = ["git", "describe", "--always", "--dirty=, modified", "--exclude=*"]
     with suppress(OSError):  # no git
         git = subprocess.run(describe_commit, cwd=file.parent, capture_output=True, text=True)
-        if git.returncode == 0:
+        if git.stdout:
             parts.append(f"commit {git.stdout.strip()}")
     return ", ".join(parts)
 
@@ -1757,9 +1728,8 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(task) -> Parser:
     """The options, one per line. They are also the keys of a config file, with _ instead of -."""
-    started = sys.modules["__main__"]
     parser = Parser(
-        description=started.__doc__,
+        description=sys.modules["__main__"].__doc__,  # of the started script
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         conflict_handler="resolve",  # a task may define an option anew
@@ -1767,41 +1737,45 @@ def build_parser(task) -> Parser:
     add = parser.add_argument
     on_or_off = argparse.BooleanOptionalAction
     switch = functools.partial(add, action=on_or_off, default=False)
-    add("--config", type=path, metavar="FILE", help="options in YAML; the command line wins")
-    add("--evaluate", type=path, metavar="FILE.pt", help="evaluate this file only, by its options")
-    add("--checkpoint-dir", "--save-dir", type=path, help="of this run, to resume it [checkpoints]")
-    add("--resume", type=path, metavar="FILE.pt", help="continue this run in a new directory")
-    add("--init", type=path, metavar="FILE.pt", help="begin with the weights of another run")
-    add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
-    add("--stop-at-step", type=positive_int, help="save and exit at this step; same schedule")
-    add("--seed", type=int, default=42, help="random seed [42]")
-    switch("--deterministic", help="repeatable kernels, slower on GPU")
-    switch("--reproducible", help="same weights on any number of ranks")
-    add("--data-dir", type=path, default="data", help="where data is, or is downloaded to [data]")
-    add("--num-workers", type=int, help="loader workers, for files [cores of a rank]")
-    add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
-    add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
+
+    def option(name: str, kind: Callable, default, text: str):
+        add(name, type=kind, default=default, help=text)
+
+    option("--config", path, None, "FILE of options in YAML; the command line wins")
+    option("--evaluate", path, None, "FILE.pt: evaluate it and nothing else, by its options")
+    add("--checkpoint-dir", "--save-dir", type=path, help="of this run [checkpoints]")
+    option("--resume", path, None, "FILE.pt: continue its run in a new --checkpoint-dir")
+    option("--init", path, None, "FILE.pt: begin with the weights of another run")
+    option("--epochs", positive_int, 5, "passes over the training data [5]")
+    option("--stop-at-step", positive_int, None, "save and exit at this step; same schedule")
+    option("--seed", int, 42, "random seed [42]")
+    switch("--deterministic", help="repeatable kernels, slower on a GPU")
+    switch("--reproducible", help="the same weights on any number of ranks")
+    option("--data-dir", path, "data", "where the data is or is downloaded to [data]")
+    option("--num-workers", int, None, "loader workers, for files [cores of a rank]")
+    option("--batch-size", positive_int, 64, "micro-batch: samples per forward pass [64]")
+    option("--global-batch-size", positive_int, None, "samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
-    add("--lr", type=not_negative, default=0.05, help="peak learning rate [0.05]")
-    add("--warmup-epochs", type=not_negative, default=0.2, help="epochs of linear warm-up [0.2]")
-    add("--weight-decay", type=not_negative, default=1e-4, help="[0.0001]")
-    add("--clip-grad-norm", type=not_negative, default=0.0, help="largest norm; 0: off [0]")
+    option("--lr", not_negative, 0.05, "peak learning rate [0.05]")
+    option("--warmup-epochs", not_negative, 0.2, "epochs of linear warm-up [0.2]")
+    option("--weight-decay", not_negative, 1e-4, "[0.0001]")
+    option("--clip-grad-norm", not_negative, 0.0, "largest norm of the gradient; 0: off [0]")
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
-    switch("--tf32", default=True, help="TF32 for float32 products on GPUs [on]")
+    switch("--tf32", default=True, help="TF32 for products of float32 on GPUs [on]")
     switch("--compile", help="torch.compile the model")
     switch("--activation-checkpointing", help="less memory, slower")
-    add("--eval-every-steps", type=positive_int, help="evaluate every N steps, not only each epoch")
-    add("--patience", type=positive_int, help="stop after N evaluations without a better one")
-    add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
+    option("--eval-every-steps", positive_int, None, "evaluate every N steps and each epoch")
+    option("--patience", positive_int, None, "stop after N evaluations without a better one")
+    option("--log-every-steps", positive_int, 20, "steps between records [20]")
     switch("--tensorboard", help="also write TensorBoard files")
     switch("--wandb", help="also log to W&B (WANDB_MODE=offline works)")
-    add("--save-minutes", type=not_negative, default=10.0, help="minutes between saves [10]")
-    add("--checkpoint-every-steps", type=positive_int, help="also save every N steps")
-    add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
+    option("--save-minutes", not_negative, 10.0, "minutes between saves [10]")
+    option("--checkpoint-every-steps", positive_int, None, "also save every N steps")
+    option("--keep", positive_int, 3, "newest checkpoints to keep [3]")
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl or xccl on GPUs, else gloo]")
-    add("--nodes", type=positive_int, help="fail unless there are this many nodes")
-    add("--gpus-per-node", type=positive_int, help="fail unless a node has this many ranks")
-    add("--hang-timeout", type=positive_int, default=600, help="seconds without progress [600]")
+    option("--nodes", positive_int, None, "fail unless there are this many nodes")
+    option("--gpus-per-node", positive_int, None, "fail unless a node has this many ranks")
+    option("--hang-timeout", positive_int, 600, "seconds without progress [600]")
     task.add_options(parser)  # last: it may set defaults of the others
     return parser
 

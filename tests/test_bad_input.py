@@ -124,10 +124,10 @@ CHANGES = {
 
 def test_what_makes_a_run_this_run_cannot_be_changed_in_a_named_directory_either(finished, tiny):
     message = refuse(finished, *tiny, *CHANGES, "--lr=0.5")
-    assert message.startswith("the checkpoint is of a run with other options (")
+    assert message.startswith(f"{finished} has a run with other options (")
     for change in [*CHANGES.values(), "lr 0.05 -> 0.5"]:
         assert change in message
-    assert "seed" in message.rpartition("do not change")[2]
+    assert message.endswith(" must not change")
 
 
 def in_default_directory(finished, *options):
@@ -139,7 +139,7 @@ def in_default_directory(finished, *options):
 
 def test_a_second_experiment_without_a_directory_of_its_own_is_refused(finished, tiny):
     message = sentence_of(in_default_directory(finished, *tiny, "--epochs=1", "--lr=0.5"))
-    assert "(lr 0.05 -> 0.5): set another --checkpoint-dir for a new run, or continue" in message
+    assert "(lr 0.05 -> 0.5): set another --checkpoint-dir for a new run, or " in message
 
 
 def test_the_same_command_without_a_directory_continues_its_run(one_epoch, tiny):
@@ -151,7 +151,7 @@ def test_the_same_command_without_a_directory_continues_its_run(one_epoch, tiny)
 def test_a_checkpoint_of_other_data_of_the_same_kind_is_refused(finished, tmp_path):
     other = write_mnist(tmp_path / "other", train=99, test=9)
     message = refuse(finished, "--dataset=mnist", f"--data-dir={other}", "--batch-size=8")
-    assert "samples 203 -> 99" in message and message.endswith("do not change samples")
+    assert "samples 203 -> 99" in message and message.endswith(" must not change")
 
 
 OTHER_TASK = """if True:
@@ -225,18 +225,6 @@ def test_damaged_data_is_named(tmp_path):
     images.write_bytes(images.read_bytes()[:-100])
     message = refuse(tmp_path / "r", "--dataset=mnist", f"--data-dir={root}")
     assert message.startswith(f"cannot read MNIST in {root}: ")
-
-
-def test_a_missing_package_for_an_option_is_named(tmp_path, tiny):
-    hide = "import sys; sys.modules['tensorboard'] = sys.modules['wandb'] = None"
-    for package in ("tensorboard", "wandb"):
-        message = refuse(tmp_path / package, *tiny, f"--{package}", before=hide)
-        assert f"--{package} needs a package: pip install {package} (" in message
-
-
-def test_a_deadline_that_is_not_a_time_is_named(tmp_path, tiny):
-    message = refuse(tmp_path / "r", *tiny, ranks=2, env={"DEADLINE": "noon"})
-    assert message == "DEADLINE is noon, not seconds since 1970"
 
 
 def test_another_launch_than_asked_for_is_refused(tmp_path, tiny):
