@@ -1322,7 +1322,7 @@ class StopRequests:
         if time_left < 0:  # of a Slurm job that has ended, in whose terminal this was started
             warn("ignored a DEADLINE or SLURM_JOB_END_TIME that is over")
             time_left = math.inf
-        self.deadline = time.time() + time_left - min(120, time_left / 10)  # time to save
+        self.deadline = time.time() + max(time_left - 120, 0.9 * time_left)  # time to save
         for number in STOP_SIGNALS:
             under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not under_nohup:
@@ -1682,7 +1682,6 @@ def refuse_changes(cfg, checkpoint: dict, identity: dict):
 
     Without --checkpoint-dir, a second experiment would continue the first one by mistake.
     """
-    directory = run_directory(cfg)
     before = checkpoint["config"] | {name: checkpoint[name] for name in identity}
     changes = {}
     for name, now in (vars(cfg) | identity).items():
@@ -1691,9 +1690,12 @@ def refuse_changes(cfg, checkpoint: dict, identity: dict):
     text = ", ".join(changes.values())
     refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes
     if refused:
-        remedy = f"set another --checkpoint-dir for a new run, or --checkpoint-dir {directory}"
-        remedy += f" to continue; {', '.join(sorted(FIXED_OPTIONS))} must not change"
-        raise UserError(f"{directory} has a run with other options ({text}): {remedy}")
+        conflict = f"the options of this run have changed ({text})"
+        remedy = (
+            f"set another --checkpoint-dir for a new one, or {run_directory(cfg)} to continue it"
+        )
+        fixed = f"{', '.join(sorted(FIXED_OPTIONS))} cannot change"
+        raise UserError(f"{conflict}: {remedy}; {fixed}")
     if changes:
         log_on_rank_0(f"Changed since the checkpoint: {text}")
 
