@@ -1139,6 +1139,7 @@ class Sync:
 
     def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
         """The sums of the numbers over all ranks; sets stop_reason. Collective."""
+        start_hang_timer(self.cfg)
         known = self.requests.poll(self.world.rank) if self.requests else []
         flags = [reason in known for reason in STOP_REASONS]
         elapsed = time.monotonic() - self.time
@@ -1456,10 +1457,12 @@ class Saver:
         if not is_rank_0():
             return [False, False]
         is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-        profile = self.directory / "PROFILE"
-        flags = [is_late or (self.directory / "SAVE").exists(), profile.exists()]
-        profile.unlink(missing_ok=True)
-        return flags
+        save = is_late or (self.directory / "SAVE").exists()
+        file = self.directory / "PROFILE"
+        profile = file.exists()
+        if profile:
+            file.unlink()
+        return [save, profile]
 
     def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
@@ -1501,7 +1504,8 @@ class Saver:
             self.has_failed = True
             warn(f"{error}")
         self.last_save = time.monotonic()
-        (self.directory / "SAVE").unlink(missing_ok=True)
+        with suppress(OSError):
+            (self.directory / "SAVE").unlink()
 
     def path_of(self, step: int) -> Path:
         if self.stream.ends_epoch(step):
@@ -1518,7 +1522,8 @@ class Saver:
             temporary.replace(self.directory / "best.pt")
         except OSError as error:  # that save has failed
             warn(f"cannot keep the best checkpoint: {error}")
-        temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
+        with suppress(OSError):
+            temporary.unlink()  # it stays if best.pt is that file already
 
     def delete_old(self, newest: Path):
         """Keep only the newest checkpoints, among them this one."""
