@@ -1367,9 +1367,14 @@ def lock_directory(cfg) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         for waited in range(LOCK_SECONDS + 1):
-            if try_lock(lock):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            text = f"{directory} is in use by {file.read_text()}"
+            except BlockingIOError:
+                text = f"{directory} is in use by {file.read_text()}"
+            except OSError as error:
+                warn(f"no lock against a second process in this directory ({error})")
+                break
             if waited == LOCK_SECONDS:
                 remedy = "stop that process, or set another --checkpoint-dir"
                 raise UserError(f"{text}: {remedy}", "in use")
@@ -1382,16 +1387,6 @@ def lock_directory(cfg) -> int:
     except OSError as error:
         raise UserError(f"cannot write to or lock --checkpoint-dir {directory} ({error})") from None
     return lock
-
-
-def try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        warn(f"no lock against a second process in this directory ({error})")
-    return True
 
 
 def write_file(path: Path, write: Callable):
