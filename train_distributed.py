@@ -1610,8 +1610,8 @@ def load_checkpoint(path: Path) -> dict:
 
 def digests_in(checkpoint: dict) -> list[int]:
     """Of all tensors in it, which may be on several devices."""
-    tensors = [leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, torch.Tensor)]
-    return [digests_of([tensor]).item() for tensor in tensors]
+    leaves = torch.utils._pytree.tree_leaves(checkpoint)
+    return [digests_of([leaf]).item() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def load_initial_weights(cfg, model):
