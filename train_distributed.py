@@ -1412,9 +1412,14 @@ class Saver:
         self.cfg = cfg
         self.stream = stream
         self.directory = run_directory(cfg)
-        # What makes a run this run: it does not resume with other data.
-        self.identity = {"task": type(task).__name__, "spec": task.spec, "samples": stream.samples}
         self.code = on_rank_0(code_version)
+        # Compared at a resume, as the options are.
+        self.identity = {
+            "task": type(task).__name__,
+            "spec": task.spec,
+            "samples": stream.samples,
+            "code": self.code,
+        }
         self.began = time.time()
         self.last_save = time.monotonic()
         self.run_id = os.urandom(8).hex()
@@ -1425,9 +1430,6 @@ class Saver:
     def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
         """Continue from the checkpoint."""
         refuse_changes(self.cfg, checkpoint, self.identity)
-        if checkpoint["code"] != self.code:
-            text = f"the code has changed since the checkpoint: {checkpoint['code']} -> {self.code}"
-            log_on_rank_0(text)
         model.load_state_dict(checkpoint["model"])
         fresh_groups = [dict(group) for group in optimizer.param_groups]
         # Not tensors that are mapped: a deleted file would keep its place on the disk.
@@ -1473,7 +1475,6 @@ class Saver:
         content = {
             **self.identity,
             "config": vars(self.cfg),
-            "code": self.code,
             "run_id": self.run_id,
             "state": vars(state),
             "model": model.state_dict(),
@@ -1688,14 +1689,14 @@ def refuse_changes(cfg, checkpoint: dict, identity: dict):
         if name not in FREE_OPTIONS and name in before and before[name] != now:
             changes[name] = f"{name} {before[name]} -> {now}"
     text = ", ".join(changes.values())
-    refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes
+    refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes.keys() - {"code"}
     if refused:
-        conflict = f"the options of this run have changed ({text})"
-        remedy = (
-            f"set another --checkpoint-dir for a new one, or {run_directory(cfg)} to continue it"
+        fixed = ", ".join(sorted(FIXED_OPTIONS))
+        raise UserError(
+            f"the options of this run have changed ({text}): set another --checkpoint-dir for a "
+            f"new one, or --checkpoint-dir {run_directory(cfg)} to continue it; "
+            f"{fixed} cannot change"
         )
-        fixed = f"{', '.join(sorted(FIXED_OPTIONS))} cannot change"
-        raise UserError(f"{conflict}: {remedy}; {fixed}")
     if changes:
         log_on_rank_0(f"Changed since the checkpoint: {text}")
 

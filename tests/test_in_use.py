@@ -186,7 +186,7 @@ def test_what_ran_is_recorded_and_a_change_is_reported(tmp_path):
     changed = "import train_distributed; train_distributed.code_version = lambda: 'other'\n"
     before = {"before": changed + small()["before"]}
     again = train(tmp_path / "run", 1, *QUICK, "--epochs=2", **before)
-    assert f"the code has changed since the checkpoint: {code} -> other\n" in again.out[0]
+    assert f"Changed since the checkpoint: code {code} -> other\n" in again.out[0]
 
 
 def test_numbers_of_numpy_are_saved_and_resumed(tmp_path):
