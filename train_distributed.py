@@ -1587,6 +1587,9 @@ def step_of(path: Path) -> float:
 
 def open_checkpoint(path: Path) -> dict:
     """Its content, mapped into memory: a tensor is read when it is used."""
+    with zipfile.ZipFile(path) as archive:
+        (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        archive.read(rest)  # all but the tensors: BadZipFile if it has changed
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -1594,9 +1597,6 @@ def load_checkpoint(path: Path) -> dict:
     """open_checkpoint(), or a UserError if the file is not as it was saved."""
     try:
         checkpoint = open_checkpoint(path)
-        with zipfile.ZipFile(path) as archive:
-            (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            archive.read(rest)  # all but the tensors: BadZipFile if it has changed
         digests = checkpoint["digests"]  # empty in a file of weights that was converted
         if digests and digests != digests_in(checkpoint):
             raise ValueError("a tensor is not as it was saved")
