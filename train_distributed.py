@@ -1202,14 +1202,13 @@ class MetricsWriter:
         """Add the totals of Sync to the state. Record the intervals that are complete."""
         every = self.cfg.log_every_steps
         for interval, sums in totals.items():
-            first = interval * every + 1
-            last = min(first + every - 1, state.step)
-            check_loss(sums, f"in the steps {first} to {last}")
+            end = min(interval * every + every, state.step)
+            check_loss(sums, f"in the steps {interval * every + 1} to {end}")
             for longer in (state.epoch_sums, state.interval_sums):
                 for name, value in sums.items():
                     longer[name] = longer.get(name, 0.0) + value
-            if self.stream.is_recorded(last):
-                self.record_interval(last, state.interval_sums, sync)
+            if self.stream.is_recorded(end):
+                self.record_interval(end, state.interval_sums, sync)
                 state.interval_sums = {}
 
     def record_interval(self, step: int, sums, sync):
