@@ -33,7 +33,6 @@ import faulthandler
 import fcntl
 import functools
 import gc
-import importlib
 import json
 import math
 import multiprocessing
@@ -209,9 +208,10 @@ class Task:
 
 def read_mnist(root: Path, part: str) -> InMemoryDataset:
     """uint8 [n, 1, 28, 28] and labels int64 [n]; part: train or test."""
-    mnist = import_package("torchvision", "MNIST").datasets.MNIST
+    from torchvision.datasets import MNIST  # not at the top: it takes time, and not all need it
+
     try:
-        digits = mnist(root, train=part == "train", download=True)
+        digits = MNIST(root, train=part == "train", download=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot read MNIST in {root}: is --data-dir right? ({error})") from None
     return InMemoryDataset(digits.data.unsqueeze(1), digits.targets)
@@ -246,7 +246,7 @@ def train(task, cfg, world):
         group["lr"] = float(group["lr"])  # a number of NumPy could not be loaded
         group["initial_lr"] = group["lr"]
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.amp == "fp16")
-    saver = Saver(task, cfg, stream, optimizer)
+    saver = Saver(task, cfg, stream)
     state = State()
     if checkpoint:
         saver.restore(path, checkpoint, state, model, optimizer, scaler)
@@ -941,14 +941,14 @@ class Sync:
         self.last_step = last_step
         self.requests = requests
         self.stop_reason = ""  # the same on all ranks
-        self.intervals: list[int] = []  # of each micro-batch since the last exchange
-        self.columns: dict[str, list] = defaultdict(list)  # what loss() has returned for them
+        # What loss() has returned since the last exchange, by (interval, name).
+        self.columns = defaultdict(list)
         self.steps_between = 1  # from one exchange to the next
         self.seconds_per_step = 1.0  # between the last two
         self.data_wait = 0.0  # the part of it in which the ranks wait for data
-        self.seconds_left: float | None = None  # until the first exchange
-        # Of steps that are recorded: learning rate, and norm of the gradient before clipping.
-        self.recorded: dict[int, tuple[float, torch.Tensor]] = {}
+        self.seconds_left = None  # until the first exchange
+        # By step, if it is recorded: learning rate, and norm of the gradient before clipping.
+        self.recorded = {}
         self.restart(0)
 
     def restart(self, step: int):
@@ -964,32 +964,30 @@ class Sync:
 
     def add(self, interval: int, values: dict):
         """Keep numbers, and tensors without dimensions, without waiting for the GPU."""
-        self.intervals.append(interval)
         for name, value in values.items():
             number = value.detach() if isinstance(value, torch.Tensor) else value
-            self.columns[name].append(number)
+            self.columns[interval, name].append(number)
 
     def all_reduce(self, step: int, flags: list[bool]):
         """({interval: sums over all ranks}, the number of ranks that set each flag). Collective.
 
         The sums are in float64. That of "loss" counts each mean loss as often as its items.
         """
-        columns = {}
-        for name, column in sorted(self.columns.items()):  # in the same order on all ranks
-            if len(column) != len(self.intervals):
-                raise UserError(f"Task.loss() must return the same sums each time, also {name}")
+        numbers = {}
+        for key, column in sorted(self.columns.items()):  # in the same order on all ranks
             is_tensor = isinstance(column[0], torch.Tensor)  # then it waits for the GPU
-            columns[name] = torch.stack(column).tolist() if is_tensor else column
-        losses = zip(columns["loss"], columns["count"])
-        columns["loss"] = [loss * count for loss, count in losses]
-        sums: dict[tuple, float] = defaultdict(float)
-        for name, column in columns.items():
-            for interval, value in zip(self.intervals, column):
-                sums[interval, name] += float(value)
-        self.intervals.clear()
+            numbers[key] = torch.stack(column).tolist() if is_tensor else column
         self.columns.clear()
+        sums = {}
+        for (interval, name), column in numbers.items():
+            counts = numbers[interval, "count"]
+            if len(column) != len(counts):
+                raise UserError(f"Task.loss() must return the same sums each time, also {name}")
+            if name == "loss":
+                column = [loss * count for loss, count in zip(column, counts)]
+            sums[interval, name] = float(sum(column))
         agreed = self.agree(step, [*sums.values(), *flags])
-        totals: dict[int, dict[str, float]] = defaultdict(dict)
+        totals = defaultdict(dict)
         for (interval, name), total in zip(sums, agreed):
             totals[interval][name] = total
         return totals, agreed[len(sums) :]
@@ -997,26 +995,24 @@ class Sync:
     def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
         """The sums of the numbers over all ranks; sets stop_reason. Collective."""
         start_hang_timer(self.cfg)
-        steps = max(1, step - self.step)
-        ranks = self.world.world_size
-        elapsed = time.monotonic() - self.time
         known = self.requests.poll(self.world.rank) if self.requests else []
         flags = [reason in known for reason in STOP_REASONS]
+        elapsed = time.monotonic() - self.time
         sums = [elapsed, self.seconds_waited, *flags, *numbers]
-        if ranks > 1:
+        if self.world.world_size > 1:
             vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
             dist.all_reduce(vector)
             sums = vector.tolist()
         elapsed, waited, *rest = sums
-        reasons = [reason for reason, flag in zip(STOP_REASONS, rest) if flag]
-        if reasons:
-            self.stop_reason = reasons[0]
-        seconds = elapsed / steps / ranks
-        self.seconds_per_step = seconds
+        for reason, is_set in zip(STOP_REASONS, rest):
+            if is_set and not self.stop_reason:
+                self.stop_reason = reason
+        steps = max(1, step - self.step)
+        self.seconds_per_step = elapsed / steps / self.world.world_size
         self.data_wait = waited / elapsed
-        self.seconds_left = (self.last_step - step) * seconds
+        self.seconds_left = (self.last_step - step) * self.seconds_per_step
         # The first steps are slow: approach the right number by doubling it.
-        self.steps_between = max(1, min(2 * steps, int(self.SECONDS / seconds)))
+        self.steps_between = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
         return rest[len(STOP_REASONS) :]
 
 
@@ -1036,24 +1032,26 @@ class MetricsWriter:
     def __init__(self, task, cfg, saver):
         self.task = task
         self.cfg = cfg
-        self.saver = saver
         self.stream = saver.stream
         self.path = run_directory(cfg) / "metrics.jsonl"
         self.board = None  # of TensorBoard
         self.wandb = None
-        on_rank_0(self.open)
+        on_rank_0(self.open, saver)
 
-    def open(self):
+    def open(self, saver):
         options = vars(self.cfg) | {"config": None}
-        text = f"# {self.saver.code}\n{yaml.safe_dump(options)}".encode()
+        text = f"# {saver.code}\n{yaml.safe_dump(options)}".encode()
         write_file(self.path.with_name("config.yaml"), lambda file: file.write(text))
         if self.cfg.tensorboard:
-            module = import_package("torch.utils.tensorboard", "--tensorboard", "tensorboard")
-            self.board = module.SummaryWriter(self.path.with_name("tensorboard"))
+            from torch.utils.tensorboard import SummaryWriter  # it takes time
+
+            self.board = SummaryWriter(self.path.with_name("tensorboard"))
         if self.cfg.wandb:
-            self.wandb = import_package("wandb", "--wandb")
-            run_id = f"{derive_seed(self.saver.run_id, str(self.path.resolve())):x}"
-            self.wandb.init(id=run_id, resume="allow", dir=self.path.parent, config=options)
+            import wandb
+
+            self.wandb = wandb.init(
+                id=saver.run_id, resume="allow", dir=self.path.parent, config=options
+            )
 
     def record_intervals(self, state, totals, sync):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
@@ -1110,14 +1108,14 @@ class MetricsWriter:
     def record(self, kind: str, step: int, values: dict[str, float]):
         if not is_rank_0():
             return
-        values = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        record = {"kind": kind, "step": step, "time": time.time(), **values}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record = {"kind": kind, "step": step, "time": time.time(), **finite}
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             warn(f"cannot write metrics: {error}")
-        numbers = {f"{kind}/{name}": v for name, v in values.items() if v is not None}
+        numbers = {f"{kind}/{name}": value for name, value in values.items()}
         if self.board:
             for name, number in numbers.items():
                 self.board.add_scalar(name, number, step)
@@ -1171,34 +1169,31 @@ class StopRequests:
 
     def __init__(self, cfg):
         self.signal = ""  # the name of the first one
-        self.signal_time = math.inf
+        self.signal_time = 0.0
         stop_file = run_directory(cfg) / "STOP"
         self.files = [stop_file, Path(os.environ.get("STOP_FILE") or stop_file)]
         end = os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
-        try:
-            time_left = float(end) - time.time()
-        except ValueError:
-            raise UserError(f"DEADLINE is {end}, not seconds since 1970") from None
+        time_left = float(end) - time.time()
         if time_left < 0:  # of a Slurm job that has ended, in whose terminal this was started
             warn("ignored a DEADLINE or SLURM_JOB_END_TIME that is over")
             time_left = math.inf
-        self.deadline = time.time() + time_left - min(120, time_left / 10)  # time to save
+        self.deadline = time.time() + max(time_left - 120, 0.9 * time_left)  # time to save
         for number in STOP_SIGNALS:
             under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not under_nohup:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, _frame):
+        if not self.signal:
+            self.signal = signal.Signals(number).name
+            self.signal_time = time.time()
+            if number == signal.SIGINT and is_rank_0():
+                text = b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n"
+                with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
+                    os.write(2, text)
         # Within a second of the first, it is the same Ctrl-C, forwarded by a launcher.
-        if number == signal.SIGINT and time.time() > self.signal_time + 1:
+        elif number == signal.SIGINT and time.time() > self.signal_time + 1:
             os._exit(130)
-        if self.signal:
-            return
-        self.signal = signal.Signals(number).name
-        self.signal_time = time.time()
-        if number == signal.SIGINT and is_rank_0():
-            with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
-                os.write(2, b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n")
 
     def poll(self, rank: int) -> list[str]:
         """The reasons that this rank knows of. Only rank 0 looks at files and the clock."""
@@ -1221,36 +1216,31 @@ def lock_directory(cfg) -> int:
     its loader workers have ended.
     """
     directory = run_directory(cfg)
+    file = directory / "lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         for waited in range(LOCK_SECONDS + 1):
-            if try_lock(lock):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            text = f"{directory} is in use by {os.pread(lock, 1000, 0).decode(errors='replace')}"
+            except BlockingIOError:
+                text = f"{directory} is in use by {file.read_text()}"
+            except OSError as error:
+                warn(f"no lock against a second process in this directory ({error})")
+                break
             if waited == LOCK_SECONDS:
                 remedy = "stop that process, or set another --checkpoint-dir"
                 raise UserError(f"{text}: {remedy}", "in use")
             if waited == 0:
                 log(f"{text}: waiting for its end, up to {LOCK_SECONDS} s")
             time.sleep(1)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         for leftover in [*directory.glob(".checkpoint_*.tmp"), directory / "STOP"]:
             leftover.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to or lock --checkpoint-dir {directory} ({error})") from None
     return lock
-
-
-def try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        warn(f"no lock against a second process in this directory ({error})")
-    return True
 
 
 def write_file(path: Path, write: Callable):
@@ -1263,9 +1253,7 @@ def write_file(path: Path, write: Callable):
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, RuntimeError) as error:
-        cause: BaseException = error
-        while cause.__context__:  # torch.save hides "No space left on device"
-            cause = cause.__context__
+        cause = error.__context__ or error  # torch.save() hides "No space left on device"
         with suppress(OSError):
             temporary.unlink()
         raise UserError(f"cannot write {path}; is the disk full? ({cause})", "disk") from None
@@ -1274,48 +1262,42 @@ def write_file(path: Path, write: Callable):
 class Saver:
     """Saves checkpoints and the status of the run, and deletes old ones, on rank 0."""
 
-    def __init__(self, task, cfg, stream, optimizer):
+    def __init__(self, task, cfg, stream):
         self.cfg = cfg
         self.stream = stream
         self.directory = run_directory(cfg)
-        # What makes a run this run: it does not resume with other data.
-        self.identity = {"task": type(task).__name__, "spec": task.spec, "samples": stream.samples}
         self.code = on_rank_0(code_version)
-        self.first_groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+        # Compared at a resume, as the options are.
+        self.identity = {
+            "task": type(task).__name__,
+            "spec": task.spec,
+            "samples": stream.samples,
+            "code": self.code,
+        }
         self.began = time.time()
         self.last_save = time.monotonic()
         self.run_id = os.urandom(8).hex()
         self.start_step = 0
         self.saved_step = 0
-        self.is_first = True  # the next save
         self.has_failed = False  # the last save
 
     def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
         """Continue from the checkpoint."""
-        for name, now in self.identity.items():
-            if checkpoint[name] != now:
-                text = f"the checkpoint is of a run with {name} {checkpoint[name]}, not {now}"
-                raise UserError(f"{text}: set another --checkpoint-dir")
-        if checkpoint["code"] != self.code:
-            text = f"the code has changed since the checkpoint: {checkpoint['code']} -> {self.code}"
-            log_on_rank_0(text)
-        load_weights(model, checkpoint["model"])
-        # What the optimizer has learned is part of the run, but an option that was changed applies.
-        saved = checkpoint["optimizer"]["param_groups"]
-        for group, before, now in zip(saved, checkpoint["first_groups"], self.first_groups):
-            # For example {"weight_decay"}. Not "params": they say which weights the state is of.
-            group.update({k: v for k, v in now.items() if k != "params" and v != before.get(k)})
-        try:
-            # Not tensors that are mapped: a deleted file would keep its place on the disk.
-            optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
-        except ValueError as error:
-            raise UserError(f"the checkpoint is of another optimizer ({error})") from None
+        refuse_changes(self.cfg, checkpoint, self.identity)
+        model.load_state_dict(checkpoint["model"])
+        fresh_groups = [dict(group) for group in optimizer.param_groups]
+        # Not tensors that are mapped: a deleted file would keep its place on the disk.
+        optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        # What the optimizer has learned is part of the run, but options apply as they are now.
+        for group, fresh in zip(optimizer.param_groups, fresh_groups):
+            options = {"initial_lr", *vars(self.cfg)}
+            group.update({name: fresh[name] for name in options & fresh.keys()})
         if checkpoint["scaler"]:  # of fp16
             scaler.load_state_dict(checkpoint["scaler"])
         vars(state).update(checkpoint["state"])
-        self.run_id = checkpoint["run_id"]
         self.start_step = state.step
         if path.parent == self.directory:
+            self.run_id = checkpoint["run_id"]
             self.saved_step = state.step
 
     def poll(self) -> list[bool]:
@@ -1340,53 +1322,45 @@ class Saver:
         """
         if not is_rank_0():
             return
-        name = self.name_of(state.step)
+        path = self.path_of(state.step)
         finite = [p.isfinite().all() for p in model.parameters()]
         if not torch.stack(finite).all():
-            raise UserError(f"{name} not saved: the weights are not finite; lower --lr", "NaN")
+            raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
         content = {
             **self.identity,
             "config": vars(self.cfg),
-            "code": self.code,
             "run_id": self.run_id,
             "state": vars(state),
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "first_groups": self.first_groups,
             "scaler": scaler.state_dict(),
         }
-        tensors = tensors_of(content)
-        content["digests"] = dict(zip(tensors, digests_of(tensors.values()).tolist()))
+        content["digests"] = digests_in(content)
+
+        def write(file):
+            torch.save(content, file)
+            file.flush()
+            open_checkpoint(file.name)  # if it cannot be loaded, the run ends now, not later
+
         try:
-            write_file(self.directory / name, functools.partial(torch.save, content))
+            write_file(path, write)
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
-            self.delete_old(name)
+            self.delete_old(path)
         except UserError as error:
             if self.has_failed:
                 raise
             self.has_failed = True
             warn(f"{error}")
-        if self.is_first and not self.has_failed:
-            self.read_back(self.directory / name)
         self.last_save = time.monotonic()
-        (self.directory / "SAVE").unlink(missing_ok=True)
+        with suppress(OSError):
+            (self.directory / "SAVE").unlink()
 
-    def read_back(self, path: Path):
-        """UserError if the first checkpoint of this process cannot be loaded."""
-        self.is_first = False
-        try:
-            load_checkpoint(path)
-        except UserError as error:
-            path.unlink()
-            needed = "numbers, texts and tensors in Task.spec, options and the optimizer's state"
-            raise UserError(f"a checkpoint needs {needed}: {error}") from None
-
-    def name_of(self, step: int) -> str:
+    def path_of(self, step: int) -> Path:
         if self.stream.ends_epoch(step):
-            return f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
-        return f"checkpoint_step_{step}.pt"
+            return self.directory / f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
+        return self.directory / f"checkpoint_step_{step}.pt"
 
     def save_best(self, step: int):
         """Keep the checkpoint of this step as best.pt, beside the newest ones."""
@@ -1394,23 +1368,19 @@ class Saver:
             return
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
-            os.link(self.directory / self.name_of(step), temporary)
+            os.link(self.path_of(step), temporary)
             temporary.replace(self.directory / "best.pt")
         except OSError as error:  # that save has failed
             warn(f"cannot keep the best checkpoint: {error}")
-        temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
+        with suppress(OSError):
+            temporary.unlink()  # it stays if best.pt is that file already
 
-    def delete_old(self, name: str):
-        """Keep only the newest checkpoints, among them the one with this name."""
+    def delete_old(self, newest: Path):
+        """Keep only the newest checkpoints, among them this one."""
         paths = checkpoints_in(self.directory)
-        paths.sort(key=lambda path: (path.name == name, self.step_of(path)))
+        paths.sort(key=lambda path: (path == newest, path.lstat().st_mtime))
         for old in paths[: -self.cfg.keep]:
             old.unlink(missing_ok=True)
-
-    def step_of(self, path: Path) -> int:
-        """The reverse of name_of()."""
-        number = int(path.stem.rpartition("_")[2])
-        return self.stream.steps_of(number) if "epoch" in path.name else number
 
     def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
         """status.json, and a copy for the supervisor. States: running, finished, stopped,
@@ -1438,49 +1408,53 @@ class Saver:
 def checkpoints_in(directory: Path) -> list[Path]:
     """Not copies such as checkpoint_epoch_3_good.pt."""
     name = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")
-    return [path for path in directory.glob("checkpoint_*.pt") if name.fullmatch(path.name)]
+    return [path for path in directory.iterdir() if name.fullmatch(path.name)]
 
 
 def find_checkpoint(cfg) -> Path | None:
     """The newest intact checkpoint in --checkpoint-dir, else that of --resume. For rank 0."""
     directory = run_directory(cfg)
     paths = checkpoints_in(directory)
-    readable = []
-    for path in paths:
+    for path in sorted(paths, key=step_of, reverse=True):
         try:
-            checkpoint = load_checkpoint(path)
-            readable.append((checkpoint["state"]["step"], path, checkpoint))
-        except UserError as error:
-            warn(f"skipped: {error}")
-    for _, path, checkpoint in sorted(readable, reverse=True):
-        try:
-            check_digests(path, checkpoint)
+            saved = load_checkpoint(path)["config"]
         except UserError as error:
             warn(f"skipped: {error}")
             continue
         for option in ("resume", "init"):  # what the run began with may be repeated
             now = getattr(cfg, option)
-            if now not in (None, "auto", checkpoint["config"][option]):
+            if now not in (None, saved[option]):
                 text = f"--{option} {now}, but {directory} has a run of its own"
                 raise UserError(f"{text}: set another --checkpoint-dir")
         return path
     if paths:
         raise UserError(f"no intact checkpoint in {directory}: set another --checkpoint-dir")
-    if cfg.resume in ("auto", "none"):
-        return None
-    load_intact(Path(cfg.resume))
-    return Path(cfg.resume)
+    return Path(cfg.resume) if cfg.resume else None
+
+
+def step_of(path: Path) -> float:
+    """Infinity if it cannot be loaded: find_checkpoint() then comes to it first, and names it."""
+    with suppress(Exception):
+        return open_checkpoint(path)["state"]["step"]
+    return math.inf
+
+
+def open_checkpoint(path: Path) -> dict:
+    """Its content, mapped into memory: a tensor is read when it is used."""
+    with zipfile.ZipFile(path) as archive:
+        (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        archive.read(rest)  # all but the tensors: BadZipFile if it has changed
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Its content, mapped into memory: a tensor is read when it is used."""
+    """open_checkpoint(), or a UserError if the file is not as it was saved."""
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        with zipfile.ZipFile(path) as archive:
-            (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            archive.read(rest)  # all but the tensors: BadZipFile if it has changed
-        content["digests"]  # KeyError if it is not one of ours
-        return content
+        checkpoint = open_checkpoint(path)
+        digests = checkpoint["digests"]  # empty in a file of weights that was converted
+        if digests and digests != digests_in(checkpoint):
+            raise ValueError("a tensor is not as it was saved")
+        return checkpoint
     except (FileNotFoundError, PermissionError) as error:
         text = f"{socket.gethostname()} cannot read {path} ({error.strerror})"
         raise UserError(f"{text}: is it there, in a directory that all nodes see?") from None
@@ -1489,47 +1463,20 @@ def load_checkpoint(path: Path) -> dict:
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
 
 
-def tensors_of(checkpoint: dict) -> dict[str, torch.Tensor]:
-    """Those of the model and of the optimizer, by name."""
-    optimizer = checkpoint.get("optimizer", {"state": {}})  # not in a file of weights alone
-    parts = {"model": checkpoint["model"], **optimizer["state"]}
-    named = {}
-    for part, values in parts.items():
-        for name, value in values.items():
-            if torch.is_tensor(value):
-                named[f"{part}.{name}"] = value
-    return named
-
-
-def check_digests(path: Path, checkpoint: dict):
-    """UserError if a tensor is not as it was saved."""
-    tensors = tensors_of(checkpoint)
-    saved = checkpoint["digests"]
-    for name, digest in zip(tensors, digests_of(tensors.values()).tolist()):
-        if digest != saved.get(name, digest):
-            raise UserError(f"{path} is damaged ({name})")
-
-
-def load_intact(path: Path) -> dict:
-    """load_checkpoint() with check_digests()."""
-    checkpoint = load_checkpoint(path)
-    check_digests(path, checkpoint)
-    return checkpoint
-
-
-def load_weights(model, weights: dict):
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(f"the checkpoint is of another model ({error})") from None
+def digests_in(checkpoint: dict) -> list[int]:
+    """Of all tensors in it, which may be on several devices."""
+    leaves = torch.utils._pytree.tree_leaves(checkpoint)
+    return [digests_of([leaf]).item() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def load_initial_weights(cfg, model):
     """--init: the weights of another run; says which do not fit the model."""
-    weights = load_intact(Path(cfg.init))["model"]
+    weights = load_checkpoint(Path(cfg.init))["model"]
     own = model.state_dict()
-    shapes = {name: weight.shape for name, weight in own.items() if torch.is_tensor(weight)}
-    fitting = {n: w for n, w in weights.items() if n in shapes and w.shape == shapes[n]}
+    fitting = {}
+    for name, weight in weights.items():
+        if torch.is_tensor(weight) and name in own and weight.shape == own[name].shape:
+            fitting[name] = weight
     model.load_state_dict(fitting, strict=False)
     others = ", ".join(sorted((own.keys() | weights.keys()) - fitting.keys()))
     log_on_rank_0(f"Weights of {cfg.init}: {len(fitting)} taken; not: {others or 'none'}")
@@ -1541,14 +1488,15 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
     task: that of the training; the default is this file's. Its data is not needed. Sets task.spec.
     """
     task = task or Task()
-    checkpoint = load_intact(Path(path))
+    checkpoint = load_checkpoint(Path(path))
     name = type(task).__name__
     if checkpoint["task"] != name:
         raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass that task")
     task.spec = checkpoint["spec"]
-    options = build_parser(task).defaults() | checkpoint["config"]  # new options have defaults
+    options = {action.dest: action.default for action in build_parser(task)._actions}
+    options |= checkpoint["config"]  # which lacks options that were added later
     model = task.model(argparse.Namespace(**options))
-    load_weights(model, checkpoint["model"])
+    model.load_state_dict(checkpoint["model"])
     model.requires_grad_(False)
     return model.to(device).eval()
 
@@ -1561,6 +1509,7 @@ FREE_OPTIONS |= {"checkpoint_every_steps", "save_minutes", "nodes", "gpus_per_no
 FREE_OPTIONS |= {"distributed_backend", "hang_timeout", "eval_every_steps", "patience"}
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "optimizer", "dataset"}
+FIXED_OPTIONS |= {"task", "spec", "samples"}  # see Saver.identity
 
 
 class UserError(Exception):
@@ -1577,39 +1526,33 @@ def run_directory(cfg) -> Path:
 
 
 def settle_options(cfg, world, checkpoint: dict | None):
-    """The options of a run that is resumed: refuse changes that would make it another run."""
-    if checkpoint is None:
-        cfg.global_batch_size = cfg.global_batch_size or cfg.batch_size * world.world_size
-        return
-    saved = checkpoint["config"]
-    cfg.global_batch_size = cfg.global_batch_size or saved["global_batch_size"]
-    cfg.init = cfg.init or saved["init"]
-    if cfg.resume == "auto":
-        cfg.resume = saved["resume"]
+    """The global batch of a run that is resumed stays, on any number of ranks."""
+    saved = checkpoint["config"] if checkpoint else {}
+    default = saved.get("global_batch_size", cfg.batch_size * world.world_size)
+    cfg.global_batch_size = cfg.global_batch_size or default
+
+
+def refuse_changes(cfg, checkpoint: dict, identity: dict):
+    """UserError if options, or the identity of the run, have changed in a way that is not allowed.
+
+    Without --checkpoint-dir, a second experiment would continue the first one by mistake.
+    """
+    before = checkpoint["config"] | {name: checkpoint[name] for name in identity}
     changes = {}
-    for name, now in vars(cfg).items():
-        if name not in FREE_OPTIONS and name in saved and saved[name] != now:
-            changes[name] = f"{name} {saved[name]} -> {now}"
+    for name, now in (vars(cfg) | identity).items():
+        if name not in FREE_OPTIONS and name in before and before[name] != now:
+            changes[name] = f"{name} {before[name]} -> {now}"
     text = ", ".join(changes.values())
-    directory = run_directory(cfg)
-    conflict = f"{directory} has a run with other options ({text})"
-    remedy = "set another --checkpoint-dir for a new run, or"
-    fixed = sorted(FIXED_OPTIONS & changes.keys())
-    if fixed:
-        raise UserError(f"{conflict}: {remedy} do not change {', '.join(fixed)}")
-    if changes and not cfg.checkpoint_dir:
-        raise UserError(f"{conflict}: {remedy} continue this one with --checkpoint-dir {directory}")
+    refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes.keys() - {"code"}
+    if refused:
+        fixed = ", ".join(sorted(FIXED_OPTIONS))
+        raise UserError(
+            f"the options of this run have changed ({text}): set another --checkpoint-dir for a "
+            f"new one, or --checkpoint-dir {run_directory(cfg)} to continue it; "
+            f"{fixed} cannot change"
+        )
     if changes:
         log_on_rank_0(f"Changed since the checkpoint: {text}")
-
-
-def import_package(module: str, needed_by: str, package: str = ""):
-    """A package that only some runs need, imported when they need it, because that takes time."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        remedy = f"pip install {package or module}"
-        raise UserError(f"{needed_by} needs a package: {remedy} ({error})") from None
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
@@ -1619,15 +1562,14 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
 def code_version() -> str:
     """What runs: digests of the started script and of this file, and the commit."""
-    started = getattr(sys.modules["__main__"], "__file__", None) or __file__
+    started = getattr(sys.modules["__main__"], "__file__", __file__)
     parts = []
     for file in sorted({Path(started).resolve(), Path(__file__).resolve()}):
-        digest = blake2b(file.read_bytes(), digest_size=4).hexdigest()
-        parts.append(f"{file.name} {digest}")
+        parts.append(f"{file.name} {blake2b(file.read_bytes(), digest_size=4).hexdigest()}")
     describe_commit = ["git", "describe", "--always", "--dirty=, modified", "--exclude=*"]
     with suppress(OSError):  # no git
         git = subprocess.run(describe_commit, cwd=file.parent, capture_output=True, text=True)
-        if git.returncode == 0:
+        if git.stdout:
             parts.append(f"commit {git.stdout.strip()}")
     return ", ".join(parts)
 
@@ -1640,86 +1582,86 @@ class Parser(argparse.ArgumentParser):
         hint = did_you_mean(unknown[1], [*self._option_string_actions]) if unknown else ""
         raise UserError(message[:1000] + hint)
 
-    def defaults(self) -> dict:
-        return {action.dest: action.default for action in self._actions}
-
 
 def build_parser(task) -> Parser:
     """The options, one per line. They are also the keys of a config file, with _ instead of -."""
-    started = sys.modules["__main__"]
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=started.__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser(
+        description=sys.modules["__main__"].__doc__,  # of the started script
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        conflict_handler="resolve",  # a task may define an option anew
+    )
     add = parser.add_argument
-    switch = argparse.BooleanOptionalAction
-    add("--config", type=path, metavar="FILE", help="options in YAML; the command line wins")
-    add("--evaluate", type=path, metavar="FILE.pt", help="evaluate this file only, by its options")
-    add("--checkpoint-dir", "--save-dir", type=path, help="of this run, to resume it [checkpoints]")
-    add("--resume", type=path, default="auto", help="auto, none, FILE.pt for new directory [auto]")
-    add("--init", type=path, metavar="FILE.pt", help="begin with the weights of another run")
-    add("--epochs", type=positive_int, default=5, help="passes over the training data [5]")
-    add("--stop-at-step", type=positive_int, help="save and exit at this step; same schedule")
-    add("--seed", type=natural, default=42, help="random seed [42]")
-    add("--deterministic", action=switch, default=False, help="repeatable kernels, slower on GPU")
-    add("--reproducible", action=switch, default=False, help="same weights on any number of ranks")
-    add("--data-dir", type=path, default="data", help="where data is, or is downloaded to [data]")
-    add("--num-workers", type=natural, help="loader workers, for files [cores of a rank]")
-    add("--batch-size", type=positive_int, default=64, help="micro-batch: samples per forward [64]")
-    add("--global-batch-size", type=positive_int, help="samples per step [batch size x ranks]")
+    on_or_off = argparse.BooleanOptionalAction
+    switch = functools.partial(add, action=on_or_off, default=False)
+
+    def option(name: str, kind: Callable, default, text: str):
+        add(name, type=kind, default=default, help=text)
+
+    option("--config", path, None, "FILE of options in YAML; the command line wins")
+    option("--evaluate", path, None, "FILE.pt: evaluate it and nothing else, by its options")
+    add("--checkpoint-dir", "--save-dir", type=path, help="of this run [checkpoints]")
+    option("--resume", path, None, "FILE.pt: continue its run in a new --checkpoint-dir")
+    option("--init", path, None, "FILE.pt: begin with the weights of another run")
+    option("--epochs", positive_int, 5, "passes over the training data [5]")
+    option("--stop-at-step", positive_int, None, "save and exit at this step; same schedule")
+    option("--seed", int, 42, "random seed [42]")
+    switch("--deterministic", help="repeatable kernels, slower on a GPU")
+    switch("--reproducible", help="the same weights on any number of ranks")
+    option("--data-dir", path, "data", "where the data is or is downloaded to [data]")
+    option("--num-workers", int, None, "loader workers, for files [cores of a rank]")
+    option("--batch-size", positive_int, 64, "micro-batch: samples per forward pass [64]")
+    option("--global-batch-size", positive_int, None, "samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
-    add("--lr", type=not_negative, default=0.05, help="peak learning rate [0.05]")
-    add("--warmup-epochs", type=not_negative, default=0.2, help="epochs of linear warm-up [0.2]")
-    add("--weight-decay", type=not_negative, default=1e-4, help="[0.0001]")
-    add("--clip-grad-norm", type=not_negative, default=0.0, help="largest norm; 0: off [0]")
+    option("--lr", not_negative, 0.05, "peak learning rate [0.05]")
+    option("--warmup-epochs", not_negative, 0.2, "epochs of linear warm-up [0.2]")
+    option("--weight-decay", not_negative, 1e-4, "[0.0001]")
+    option("--clip-grad-norm", not_negative, 0.0, "largest norm of the gradient; 0: off [0]")
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
-    add("--tf32", action=switch, default=True, help="TF32 for float32 products on GPUs [on]")
-    add("--compile", action=switch, default=False, help="torch.compile the model")
-    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
-    add("--eval-every-steps", type=positive_int, help="evaluate every N steps, not only each epoch")
-    add("--patience", type=positive_int, help="stop after N evaluations without a better one")
-    add("--log-every-steps", type=positive_int, default=20, help="steps between records [20]")
-    add("--tensorboard", action=switch, default=False, help="also write TensorBoard files")
-    add("--wandb", action=switch, default=False, help="also log to W&B (WANDB_MODE=offline works)")
-    add("--save-minutes", type=not_negative, default=10.0, help="minutes between saves [10]")
-    add("--checkpoint-every-steps", type=positive_int, help="also save every N steps")
-    add("--keep", type=positive_int, default=3, help="newest checkpoints to keep [3]")
+    switch("--tf32", default=True, help="TF32 for products of float32 on GPUs [on]")
+    switch("--compile", help="torch.compile the model")
+    switch("--activation-checkpointing", help="less memory, slower")
+    option("--eval-every-steps", positive_int, None, "evaluate every N steps and each epoch")
+    option("--patience", positive_int, None, "stop after N evaluations without a better one")
+    option("--log-every-steps", positive_int, 20, "steps between records [20]")
+    switch("--tensorboard", help="also write TensorBoard files")
+    switch("--wandb", help="also log to W&B (WANDB_MODE=offline works)")
+    option("--save-minutes", not_negative, 10.0, "minutes between saves [10]")
+    option("--checkpoint-every-steps", positive_int, None, "also save every N steps")
+    option("--keep", positive_int, 3, "newest checkpoints to keep [3]")
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl or xccl on GPUs, else gloo]")
-    add("--nodes", type=positive_int, help="fail unless there are this many nodes")
-    add("--gpus-per-node", type=positive_int, help="fail unless a node has this many ranks")
-    add("--hang-timeout", type=positive_int, default=600, help="seconds without progress [600]")
-    try:
-        task.add_options(parser)  # last: it may set defaults of the others
-    except argparse.ArgumentError as error:
-        raise UserError(f"{type(task).__name__}.add_options(): {error}") from None
+    option("--nodes", positive_int, None, "fail unless there are this many nodes")
+    option("--gpus-per-node", positive_int, None, "fail unless a node has this many ranks")
+    option("--hang-timeout", positive_int, 600, "seconds without progress [600]")
+    task.add_options(parser)  # last: it may set defaults of the others
     return parser
 
 
 def path(text: str) -> str:
     """Replaces ~ and $VARIABLES, which a shell does not do after =, nor YAML at all."""
     text = os.path.expandvars(os.path.expanduser(text))
-    if "$" in text:
-        raise argparse.ArgumentTypeError(f"{text}: this variable is not set")
+    if "$" in text:  # of a variable that is not set
+        raise ValueError
     return text
 
 
-def natural(text: str) -> int:
-    return checked(int(text), 0, 2**63 - 1)
-
-
 def positive_int(text: str) -> int:
-    return checked(int(text), 1, math.inf)
+    number = int(text)
+    if number < 1:
+        raise ValueError  # argparse then names the option, this function and the text
+    return number
 
 
 def not_negative(text: str) -> float:
-    return checked(float(text), 0, math.inf)
+    number = float(text)
+    if not number >= 0:  # also if it is NaN
+        raise ValueError
+    return number
 
 
 def fraction(text: str) -> float:
-    return checked(float(text), 0, 1)
-
-
-def checked(number: float, lowest: float, highest: float):
-    """The number if it is in the range, else argparse's error, which names the option."""
-    if not lowest <= number <= highest:
+    number = float(text)
+    if not 0 <= number <= 1:
         raise ValueError
     return number
 
@@ -1752,29 +1694,20 @@ def read_config(file: str, parser) -> list[str]:
         raise UserError(f"cannot read --config {file} ({error})") from None
     if not isinstance(options, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
-    known = {action.dest: action for action in parser._actions}
-    of_this_file = build_parser(Task()).defaults()
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
+        action = parser._option_string_actions.get(flag)  # None: argparse will refuse the flag
         if value in ("", "null", "~"):  # the default
             continue
-        if name not in known:
-            if name in of_this_file:  # configs/default_config.yaml has it, but not your task
-                log_on_rank_0(f"--config {file}: {name} is ignored, which this task does not have")
-                continue
-            raise UserError(
-                f"--config {file}: there is no option {name}{did_you_mean(name, known)}"
-            )
-        action = known[name]
         if isinstance(value, list):
             words += [flag, *map(str, value)]
-        elif action.nargs != 0:
-            words.append(f"{flag}={value}")
-        elif str(value).lower() == "true":
+        elif action and action.nargs == 0 and str(value).lower() == "true":  # a switch
             words.append(flag)
-        elif isinstance(action, argparse.BooleanOptionalAction):  # not action="store_true"
-            words.append(flag.replace("--", "--no-", 1))
+        elif action and action.nargs == 0 and str(value).lower() == "false":
+            words += action.option_strings[1:]  # its --no-..., if there is one
+        else:
+            words.append(f"{flag}={value}")
     return words
 
 

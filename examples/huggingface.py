@@ -23,7 +23,6 @@ from train_distributed import (  # noqa: E402
     SimpleConvNet,
     Task,
     UserError,
-    import_package,
     main,
     read_mnist,
 )
@@ -52,7 +51,8 @@ class ParquetDigits(Task):
         parser.add_argument("--write-sample", action=switch, help="to --data-dir, if it is new")
 
     def data(self, cfg):
-        datasets = import_package("datasets", "examples/huggingface.py")
+        import datasets  # pip install datasets
+
         root = Path(cfg.data_dir)
         if cfg.write_sample and not root.exists():
             write_sample(datasets, root)

@@ -47,10 +47,11 @@ def test_an_unknown_option_or_a_wrong_value_is_named(option, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("epoch: 3", "options.yaml: there is no option epoch, did you mean epochs?"),
+        ("epoch: 3", "unrecognized arguments: --epoch=3, did you mean --epochs?"),
         ("epochs: three", "argument --epochs: invalid positive_int value: 'three'"),
         ("epochs: [3, 4]", "unrecognized arguments: 4"),
-        ("training: {epochs: 3}", "options.yaml: there is no option training"),
+        ("training: {epochs: 3}", "unrecognized arguments: --training={'epochs': '3'}"),
+        ("compile: maybe", "--no-compile: ignored explicit argument 'maybe'"),
         ("- epochs", "options.yaml: it needs lines like `epochs: 5`"),
         ("lr: 1\n  epochs: 3", "cannot read --config "),
         ("seed: !!python/object/apply:os._exit [x]", "argument --seed: "),  # it is not executed
@@ -89,8 +90,9 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
 
 
 def test_a_disk_that_is_full_at_the_start_is_named(tmp_path, tiny):
-    before = "import errno, os\ndef full(*_):\n    raise OSError(errno.ENOSPC, 'No space left')\n"
-    message = refuse(tmp_path / "run", *tiny, before=f"{before}os.pwrite = full")
+    before = "import errno\nfrom pathlib import Path\ndef full(*_):\n"
+    before += "    raise OSError(errno.ENOSPC, 'No space left')\nPath.write_text = full\n"
+    message = refuse(tmp_path / "run", *tiny, before=before)
     assert message.startswith("cannot write to ") and "No space left" in message
 
 
@@ -123,11 +125,10 @@ CHANGES = {
 
 def test_what_makes_a_run_this_run_cannot_be_changed_in_a_named_directory_either(finished, tiny):
     message = refuse(finished, *tiny, *CHANGES, "--lr=0.5")
-    assert message.startswith(f"{finished} has a run with other options (")
+    assert message.startswith("the options of this run have changed (")
     for change in [*CHANGES.values(), "lr 0.05 -> 0.5"]:
         assert change in message
-    names = "batch_size, dataset, global_batch_size, optimizer, seed"
-    assert message.endswith(f"do not change {names}")
+    assert message.endswith(", seed, spec, task cannot change")
 
 
 def in_default_directory(finished, *options):
@@ -139,7 +140,7 @@ def in_default_directory(finished, *options):
 
 def test_a_second_experiment_without_a_directory_of_its_own_is_refused(finished, tiny):
     message = sentence_of(in_default_directory(finished, *tiny, "--epochs=1", "--lr=0.5"))
-    assert "(lr 0.05 -> 0.5): set another --checkpoint-dir for a new run, or continue" in message
+    assert "(lr 0.05 -> 0.5): set another --checkpoint-dir for a new one, or " in message
 
 
 def test_the_same_command_without_a_directory_continues_its_run(one_epoch, tiny):
@@ -151,7 +152,7 @@ def test_the_same_command_without_a_directory_continues_its_run(one_epoch, tiny)
 def test_a_checkpoint_of_other_data_of_the_same_kind_is_refused(finished, tmp_path):
     other = write_mnist(tmp_path / "other", train=99, test=9)
     message = refuse(finished, "--dataset=mnist", f"--data-dir={other}", "--batch-size=8")
-    assert message.startswith("the checkpoint is of a run with samples 203, not 99: ")
+    assert "samples 203 -> 99" in message and message.endswith(" cannot change")
 
 
 OTHER_TASK = """if True:
@@ -169,17 +170,17 @@ OTHER_TASK = """if True:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("Other", "task Task, not Other"), ("Task", "spec")]
+    ("name", "expected"), [("Other", "task Task -> Other"), ("Task", "spec {'classes': ['0', ")]
 )
 def test_a_checkpoint_of_another_task_or_of_other_classes_is_refused(
     finished, tiny, name, expected
 ):
     before = OTHER_TASK.replace("{name!r}", repr(name))
     message = refuse(finished, *tiny, before=before)
-    assert message.startswith(f"the checkpoint is of a run with {expected}")
+    assert f"have changed ({expected}" in message
 
 
-@pytest.mark.parametrize("option", ["--resume=none", "--resume={}", "--init={}"])
+@pytest.mark.parametrize("option", ["--resume={}", "--init={}"])
 def test_a_directory_with_checkpoints_is_not_given_another_beginning(
     tmp_path, finished, tiny, option
 ):
@@ -225,18 +226,6 @@ def test_damaged_data_is_named(tmp_path):
     images.write_bytes(images.read_bytes()[:-100])
     message = refuse(tmp_path / "r", "--dataset=mnist", f"--data-dir={root}")
     assert message.startswith(f"cannot read MNIST in {root}: ")
-
-
-def test_a_missing_package_for_an_option_is_named(tmp_path, tiny):
-    hide = "import sys; sys.modules['tensorboard'] = sys.modules['wandb'] = None"
-    for package in ("tensorboard", "wandb"):
-        message = refuse(tmp_path / package, *tiny, f"--{package}", before=hide)
-        assert f"--{package} needs a package: pip install {package} (" in message
-
-
-def test_a_deadline_that_is_not_a_time_is_named(tmp_path, tiny):
-    message = refuse(tmp_path / "r", *tiny, ranks=2, env={"DEADLINE": "noon"})
-    assert message == "DEADLINE is noon, not seconds since 1970"
 
 
 def test_another_launch_than_asked_for_is_refused(tmp_path, tiny):
