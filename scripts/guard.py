@@ -116,7 +116,7 @@ def main() -> None:
 def run_as_rank(arguments: list[str]) -> None:
     """Check all ranks, run the script, and report its error."""
     world = launch_environment(os.environ)
-    faulthandler.register(signal.SIGQUIT, chain=False)  # prints all stacks; the run goes on
+    faulthandler.register(signal.SIGQUIT)  # prints all stacks; the run goes on
     configure_process(world)
     share_gpu(world)
     keep_freed_memory()
@@ -481,9 +481,11 @@ def choose_interface(infos: list[dict]) -> None:
     """
     first_host = infos[0]["host"]
     others = [info["address"] for info in infos if info["host"] != first_host]
+    if not others:
+        return
     with suppress(OSError):
         first_result = socket.getaddrinfo(HOST, None)[0]
-        if not others or not LOOPBACK.match(first_result[4][0]):
+        if not LOOPBACK.match(first_result[4][0]):
             return
     own_address = address_towards(others[0] if HOST == first_host else os.environ["MASTER_ADDR"])
     for _, name in socket.if_nameindex():
