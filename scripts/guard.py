@@ -71,7 +71,6 @@ from report import (
     fail,
     format_ranges,
     has_gpu,
-    print_answer,
     ranks_by_host,
     say,
     seconds,
@@ -105,10 +104,9 @@ def main() -> None:
         print(__doc__.strip())
         sys.exit(0 if arguments else 2)
     if arguments == ["--hosts"]:
-        print_answer(" ".join(hosts_of_job(os.environ)))
+        print(" ".join(hosts_of_job(os.environ)))
     elif arguments == ["--free-port"]:
-        port = free_port(port_of_job(os.environ))
-        print_answer(str(port))
+        print(free_port(port_of_job(os.environ)))
     else:
         run_as_rank(arguments)
 
