@@ -52,7 +52,7 @@ def test_equal_runs_are_equal_although_their_times_differ(run, tmp_path, compare
     (tmp_path / "copy").mkdir()
     write(tmp_path / "copy/metrics.jsonl", records)
     code, out, _ = compare(run, tmp_path / "copy")
-    assert code == 0 and "53 records" in out and "to step 51" in out
+    assert code == 0 and "53 records" in out and "of step 51 (" in out
 
 
 @pytest.mark.parametrize("change", ["last bit", "nan", "sign", "absent"])
