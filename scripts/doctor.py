@@ -216,7 +216,7 @@ class Rank:
     def describe(self) -> dict:
         """The rank info to compare: "same" must be equal, "alike" should be equal."""
         self.doing = "importing PyTorch"
-        info = guard.rank_info(self.world, ["train_distributed.py", *sys.argv[1:]])
+        info = guard.rank_info(["train_distributed.py", *sys.argv[1:]])
         import torch
 
         gpus = torch.cuda.device_count()
@@ -265,7 +265,7 @@ class Rank:
         if self.rank in self.leaders:
             self.check_network(infos)
         if None not in infos and self.size > 1:
-            guard.choose_interface(infos, self.info)
+            guard.choose_interface(infos)
             self.check_products(infos)
             if self.rank == 0:
                 self.set("reduce", True)  # start together, because its time is limited

@@ -67,7 +67,7 @@ def main() -> None:
     check_launch(args.script, args.arguments, gpu_count, ranks, args.node_rank)
     if args.master_addr and args.master_port:
         check_master(args)
-    report.print_answer(str(gpu_count))
+    print(gpu_count)
 
 
 def check_launch(

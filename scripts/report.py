@@ -139,13 +139,6 @@ def format_ranges(numbers: list[int]) -> str:
     return ",".join(ranges)
 
 
-def print_answer(text: str) -> None:
-    """Print the last line on stdout. A wrapper or a sitecustomize.py may have printed others."""
-    sys.stdout.flush()
-    with suppress(BrokenPipeError):  # the launcher has stopped
-        os.write(1, f"{text}\n".encode())
-
-
 def is_first_attempt() -> bool:
     """Whether scripts/supervise.py has not started this training before."""
     return os.environ.get("ATTEMPT") in (None, "", "1")

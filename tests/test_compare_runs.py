@@ -35,7 +35,11 @@ def compare(capsys, monkeypatch):
     def call(*words) -> tuple[int, str, str]:
         """(exit code, standard output, standard error) of the command"""
         monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, words)])
-        return (compare_runs.main(), *capsys.readouterr())
+        try:
+            code = compare_runs.main()
+        except SystemExit as error:
+            code = error.code
+        return (code, *capsys.readouterr())
 
     return call
 
@@ -48,7 +52,7 @@ def test_equal_runs_are_equal_although_their_times_differ(run, tmp_path, compare
     (tmp_path / "copy").mkdir()
     write(tmp_path / "copy/metrics.jsonl", records)
     code, out, _ = compare(run, tmp_path / "copy")
-    assert code == 0 and "53 records" in out and "to step 51" in out
+    assert code == 0 and "53 records" in out and "of step 51 (" in out
 
 
 @pytest.mark.parametrize("change", ["last bit", "nan", "sign", "absent"])
@@ -63,11 +67,11 @@ def test_an_injected_difference_is_found_at_its_step_and_field(run, tmp_path, pl
             before = record[name]
             changed = {"last bit": math.nextafter(before, math.inf), "nan": math.nan}
             record[name] = changed.get(change, -before)
-    is_equal, lines = compare_runs.compare(run, write(tmp_path / "other.jsonl", records))
+    is_equal, text = compare_runs.compare(run, write(tmp_path / "other.jsonl", records))
     kind = records[place]["kind"]
     step = records[place]["step"]
     assert not is_equal
-    assert lines[0].endswith(f"{kind} record of step {step}, field {name}")
+    assert text.startswith(f"First difference: ['{kind} record of step {step}']['{name}']: ")
 
 
 def test_the_last_record_of_a_step_counts_nan_equals_nan_and_damaged_lines_are_skipped(
@@ -81,8 +85,8 @@ def test_the_last_record_of_a_step_counts_nan_equals_nan_and_damaged_lines_are_s
     theirs = write(tmp_path / "theirs.jsonl", again)
     with theirs.open("a") as file:
         file.write('\0\0\n[]\n{"kind": "train", "step": true}\n{"kind": "tr')
-    is_equal, lines = compare_runs.compare(ours, theirs)
-    assert is_equal and "48 records" in lines[0], lines
+    is_equal, text = compare_runs.compare(ours, theirs)
+    assert is_equal and "48 records" in text, text
 
 
 def test_the_first_tensor_that_differs_is_found(run, tmp_path, compare):
@@ -94,16 +98,15 @@ def test_the_first_tensor_that_differs_is_found(run, tmp_path, compare):
     assert compare_runs.compare(path, same)[0]
 
     tensor = content["model"]["network.conv2.bias"]
-    before = tensor[17].item()
     tensor.view(torch.int32)[17] ^= 1
     tensor.view(torch.int32)[40] ^= 1 << 22
     content["samples"] = 7  # comes after the tensors
     other = tmp_path / "other.pt"
     torch.save(content, other)
     code, out, _ = compare(path, other)
-    assert code == 1 and "['model']['network.conv2.bias'], torch.float32 [64]" in out
-    assert "2 of 64 elements differ" in out and "[17]" in out
-    assert before.hex() in out and tensor[17].item().hex() in out
+    assert code == 1 and "['model']['network.conv2.bias']: " in out
+    assert "torch.float32 [64]" in out
+    assert "2 of 64 elements differ" in out
 
 
 def test_tensors_of_any_type_are_compared_bit_for_bit(tmp_path):
@@ -112,7 +115,7 @@ def test_tensors_of_any_type_are_compared_bit_for_bit(tmp_path):
     equal = {"a": nan, "b": half, "empty": torch.empty(0), "n": 1}
     for place, (expected, change) in enumerate(
         [
-            ("Equal: 3 tensors and 1 other", {}),
+            ("Equal: the checkpoints (4 values)", {}),
             ("['a']", {"a": torch.tensor([math.nan, -0.0])}),
             ("['b']", {"b": half.reshape(3, 2)}),
             ("['b']", {"b": None}),
@@ -123,8 +126,8 @@ def test_tensors_of_any_type_are_compared_bit_for_bit(tmp_path):
         torch.save(equal, tmp_path / "equal.pt")
         torch.save(equal | change, tmp_path / f"{place}.pt")
         paths = tmp_path / "equal.pt", tmp_path / f"{place}.pt"
-        is_equal, lines = compare_runs.compare(*paths)
-        assert expected in lines[0] and is_equal == (not change)
+        is_equal, text = compare_runs.compare(*paths)
+        assert expected in text and is_equal == (not change)
         assert compare_runs.compare(*reversed(paths))[0] == is_equal
 
 
@@ -138,12 +141,12 @@ def test_user_errors_are_one_sentence(tmp_path, run, compare):
     with damaged.open("r+b") as file:
         file.truncate(damaged.stat().st_size - 99)
     for words, value in (
-        ([run], "two run directories"),
         ([run, tmp_path / "absent"], f"{tmp_path}/absent"),
         ([run, tmp_path / "empty"], f"{tmp_path}/empty/metrics.jsonl"),
         ([run, tmp_path / "no_records.jsonl"], "no records"),
         ([run, tmp_path / "later.jsonl"], "no record of the same step"),
-        ([run, checkpoint], "only one of them is a checkpoint"),
+        ([run, checkpoint], f"{checkpoint} has no records"),
+        ([checkpoint, run], f"{run} is damaged or not a checkpoint"),
         ([checkpoint, damaged], f"{damaged} is damaged"),
     ):
         code, out, error = compare(*words)

@@ -157,7 +157,7 @@ def test_an_unmodified_script_runs_under_torchrun(tmp_path, name):
 PRINT_SELF = """
 import __main__, sys
 print(__name__, __file__, __builtins__ is not None, sys.argv, sys.path[0], __main__.__file__)
-print(__doc__, __package__, __main__ is sys.modules["__main__"], vars(__main__)["sys"] is sys)
+print(__doc__, __spec__, __main__ is sys.modules["__main__"], vars(__main__)["sys"] is sys)
 """
 PICKLE = """
 import multiprocessing, pickle
@@ -214,7 +214,8 @@ def test_a_single_process_prints_and_exits_as_without_it(tmp_path, name):
 
 def test_a_script_given_by_a_relative_path_runs_as_without_it(tmp_path):
     (tmp_path / "src").mkdir()
-    (tmp_path / "src/my_script.py").write_text(f"{PRINT_SELF}\n1 / 0")
+    text = "import sys\nprint(__name__, __file__, sys.argv[1:], sys.path[0])\n1 / 0"
+    (tmp_path / "src/my_script.py").write_text(text)
     assert_runs_as_without_it(tmp_path, "src/my_script.py", "--an-option")
 
 
@@ -249,14 +250,11 @@ def test_a_directory_or_a_zip_file_runs_as_without_it(tmp_path, ending):
     assert_runs_as_without_it(tmp_path, "app.pyz", "--an-option")
 
 
-@pytest.mark.parametrize(
-    ("script", "why"), [("absent.py", "No such file or directory"), (".", "Is a directory")]
-)
-def test_a_script_that_cannot_be_read_is_named(tmp_path, script, why):
-    command = [sys.executable, GUARD, script]
+def test_a_script_that_does_not_exist_is_named(tmp_path):
+    command = [sys.executable, GUARD, "absent.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr == f"guard.py: error: cannot read {script}: {why}\n"
+    assert result.stderr == f"guard.py: error: there is no absent.py in {tmp_path}\n"
 
 
 FORK = """
@@ -373,14 +371,9 @@ def test_each_step_and_each_job_gets_a_port_of_its_own():
         ({"RANK": "0", "WORLD_SIZE": "1" + 30 * "0"}, "WORLD_SIZE is '1000000"),
         (BY_TORCHRUN | {"LOCAL_RANK": "8"}, "LOCAL_RANK is '8', not a number from 0 to 7"),
         (BY_TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_WORLD_SIZE is '4', not a number from 5 to"),
-        ({"RANK": "1"}, "only RANK is set of RANK and WORLD_SIZE: unset it, or set both"),
-        (
-            {"WORLD_SIZE": "2", "RANK": ""},
-            "only WORLD_SIZE is set of RANK and WORLD_SIZE: unset it",
-        ),
-        (STEP | {"SLURM_STEP_ID": "abc"}, "SLURM_STEP_ID is 'abc', not a number from -16 to"),
+        ({"RANK": "1"}, "WORLD_SIZE is '', not a number from 1 to"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "RANK is '', not a number from 0 to 1"),
         (STEP | {"SLURM_STEP_NUM_TASKS": "?"}, "WORLD_SIZE is '?', not a number from 1 to "),
-        ({"SLURM_JOB_ID": "17", "ATTEMPT": "x"}, "ATTEMPT is 'x', not a number from 1 to "),
     ],
 )
 def test_a_launch_variable_out_of_its_range_is_named(tmp_path, monkeypatch, capsys, env, text):
@@ -399,12 +392,6 @@ def test_empty_launch_variables_are_unset():
     assert ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (3, 1, 8, 2)
 
 
-def test_free_port_refuses_what_is_no_port():
-    command = [sys.executable, GUARD, "--free-port", "99999"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2 and "--free-port is '99999', not a number from" in result.stderr
-
-
 def test_the_hosts_of_a_job_come_from_slurm_or_pbs(tmp_path, monkeypatch):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames rack[1-2]" ] && echo rack1 rack2')
@@ -420,7 +407,7 @@ def test_the_hosts_of_a_job_come_from_slurm_or_pbs(tmp_path, monkeypatch):
     assert subprocess.check_output(command, text=True, env=env) == "b a\n"
 
 
-def test_the_next_port_is_used_if_the_first_is_taken():
+def test_the_next_port_is_used_if_the_first_is_taken(capsys):
     with socket.socket() as taken:
         taken.bind(("", 0))
         first = guard.free_port(20000)
@@ -428,10 +415,14 @@ def test_the_next_port_is_used_if_the_first_is_taken():
     with socket.socket() as taken:
         taken.bind(("", first))
         taken.listen()
-        command = [sys.executable, GUARD, "--free-port", str(first)]
-        result = subprocess.run(command, capture_output=True, text=True)
-    assert int(result.stdout) > first
-    assert f"guard.py: port {first} is in use on {HOST}; trying the next one" in result.stderr
+        assert guard.free_port(first) > first
+    text = f"guard.py: port {first} is in use on {HOST}; trying the next one"
+    assert text in capsys.readouterr().err
+
+
+def test_a_free_port_is_printed_for_the_launchers():
+    command = [sys.executable, GUARD, "--free-port"]
+    assert 15000 <= int(subprocess.check_output(command)) < 32768
 
 
 # ----------------------------------------------------------------------------- ranks of a training
@@ -561,7 +552,6 @@ def test_freed_memory_is_kept_unless_the_user_has_set_malloc(tmp_path, tunables,
     [
         ({"SLURM_CPU_BIND_TYPE": "none"}, range(8), [4, 5]),  # slurm_train_multinode.sh
         ({"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, range(8), range(8)),  # of this task
-        ({}, range(8), range(8)),  # bound by mpirun, for example
         ({"TORCHELASTIC_RUN_ID": "r"}, range(8), [4, 5]),
         ({}, range(16), [8, 9, 10, 11]),  # not bound
     ],
@@ -591,7 +581,7 @@ def test_a_problem_is_a_sentence_with_ranks_and_hosts():
     assert guard.find_problem(good, 300) == ""
     assert guard.find_problem([*good[:2], None, None], 300) == (
         "ranks 2-3 of 4 did not start within 300 s: see their logs, or raise RANK_TIMEOUT "
-        "(ranks that started: 0-1 on node01)"
+        "(started: ranks 0-1 on node01)"
     )
     old = info("node02", PyTorch="2.6.0")
     assert guard.find_problem([*good[:2], old, old], 300) == (
@@ -738,9 +728,9 @@ def test_ranks_that_do_not_start_are_named(launches):
     [
         ("no rank 0", f"rank 1 on {HOST} waited 20 s for rank 0: see its log"),
         ("no rank 0, srun", f"rank 1 on {HOST} cannot reach 127.0.0.1:"),
-        ("unknown master", f"MASTER_ADDR a.invalid is unknown on {HOST}: set it to "),
-        ("invalid master", f"MASTER_ADDR no..host is unknown on {HOST}: set it to "),
-        ("port in use", "127.0.0.1:"),
+        ("unknown master", f"rank 1 on {HOST} cannot reach a.invalid:"),
+        ("invalid master", f"rank 1 on {HOST} cannot reach no..host:"),
+        ("port in use", f"rank 1 on {HOST} cannot reach 127.0.0.1:"),
     ],
 )
 def test_a_rank_that_does_not_reach_rank_zero_says_why(launches, name, text):
@@ -753,8 +743,8 @@ def test_a_rank_that_does_not_reach_rank_zero_says_why(launches, name, text):
 
 def test_a_port_that_another_program_uses_is_named(launches):
     result = launches["port in use"]
-    assert "EADDRINUSE" in result.err[0] and "is MASTER_PORT free" in result.err[0]
-    assert "is not a PyTorch store" in result.err[1]
+    assert "EADDRINUSE" in result.err[0]
+    assert all("is MASTER_PORT free" in text for text in result.err)
     assert failure_of(result)["cause"] == "port"
 
 
@@ -765,9 +755,9 @@ def test_a_rank_whose_script_has_ended_is_named_by_those_that_wait_for_it(launch
     assert text in result.err[0] + result.err[2] and text in failure_of(result)["reason"]
 
 
-def test_a_process_of_another_job_is_refused_and_the_job_continues(tmp_path):
+def test_a_process_of_another_job_does_not_disturb_the_job(tmp_path):
     def env(rank) -> dict:
-        stray = {"ATTEMPT_ID": "8.1", "WORLD_SIZE": 3}
+        stray = {"ATTEMPT_ID": "8.1", "WORLD_SIZE": 3, "RANK_TIMEOUT": "5"}
         own = {"ATTEMPT_ID": "7.1", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         return stray if rank == 2 else own
 
@@ -777,7 +767,7 @@ def test_a_process_of_another_job_is_refused_and_the_job_continues(tmp_path):
 
     result = run(3, write(tmp_path), env=env, during=during)
     assert result.codes == [0, 0, 2]
-    assert "error: job 8.1 has reached MASTER_PORT of job 7.1: set another" in result.err[2]
+    assert f"rank 2 on {HOST} waited 5 s for rank 0" in result.err[2]
     assert "another" not in result.err[0] + result.err[1]
 
 
@@ -993,12 +983,11 @@ def test_memory_that_is_nearly_used_up_is_a_warning_with_the_process_that_grew(m
     monkeypatch.setattr(memory, "sizes_of_ranks", lambda: next(looks))
     used = iter([50 * gib, 91 * gib])
     monkeypatch.setattr(memory, "usage", lambda: (next(used), 100 * gib))
-    monkeypatch.setattr(memory, "name_of", lambda process: f"rank {process}")
+    monkeypatch.setattr(memory, "rank_of", lambda process: 7)
     memory.watch(threading.Event())
     text = capsys.readouterr().err
-    assert (
-        f"91.0 of 100.0 GiB of memory are in use on {HOST}; rank 2 grew most, from 1.0 to" in text
-    )
+    assert f"91.0 of 100.0 GiB of memory are in use on {HOST}; rank 7 or its worker" in text
+    assert "(process 2) grew most, from 1.0 to" in text
 
 
 def test_the_limit_of_a_job_counts(memory_cgroup):
@@ -1328,23 +1317,20 @@ def test_two_ranks_on_one_gpu_are_a_user_error_with_the_remedy(tmp_path):
 ECC_ERROR = "CUDA error: uncorrectable ECC error encountered"
 OTHER_ERROR = "CUDA error: device-side assert triggered"
 ECC = {"ecc.errors.uncorrected.volatile.total": "2"}
-RESET = {"gpu_recovery_action": "Reset"}
+RESET = {"memory.used": "[GPU requires reset]"}
 XID_79 = "Unable to determine the device handle for GPU0: 0000:3B:00.0: Unknown Error"
-UNKNOWN = {"ecc.errors.uncorrected.volatile.total": "[N/A]", "gpu_recovery_action": "[N/A]"}
-NO_PERMISSION = {"gpu_recovery_action": "[Insufficient Permissions]"}
+UNKNOWN = {"ecc.errors.uncorrected.volatile.total": "[N/A]"}
 
 
 @pytest.mark.parametrize(
     ("error", "facts", "fails", "fault"),
     [
-        (ECC_ERROR, ECC, "", "GPU 1: 2 uncorrected memory errors"),
-        (OTHER_ERROR, RESET, "", "GPU 1: recovery action: Reset"),
+        (ECC_ERROR, ECC, "", "GPU 1 has 2 uncorrected memory errors"),
+        (OTHER_ERROR, RESET, "", "GPU 1 has failed ([GPU requires reset])"),
         (OTHER_ERROR, {}, XID_79, XID_79),
         # No evidence: the script's own fault, or something that the driver does not know.
         (OTHER_ERROR, {}, "", ""),
-        (OTHER_ERROR, ECC, "", ""),  # an old memory error
         (ECC_ERROR, UNKNOWN, "", ""),
-        (OTHER_ERROR, NO_PERMISSION, "", ""),
         (OTHER_ERROR, {}, "Failed to initialize NVML: Unknown Error", ""),  # of a container
         ("CUDA out of memory", RESET, "", ""),
         ("index 7 is out of bounds", RESET, "", ""),
@@ -1365,10 +1351,11 @@ def test_after_a_cuda_error_a_fault_of_a_gpu_is_reported(
         assert fault in event["text"]
 
 
-def test_a_driver_that_does_not_answer_is_no_evidence(tmp_path, monkeypatch):
+def test_a_driver_that_does_not_answer_is_no_evidence(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", nvidia_smi(tmp_path, 1, hangs=True))
-    monkeypatch.setattr(guard, "DRIVER_SECONDS", 0.2)
-    assert guard.failed_gpu(ECC_ERROR) == ""
+    monkeypatch.setattr(guard.node_check, "SMI_SECONDS", 0.2)
+    guard.report_error(RuntimeError(ECC_ERROR), 3, None)
+    assert "has failed" not in capsys.readouterr().err
 
 
 def test_the_first_failure_is_kept_and_a_rank_that_lost_another_exits_later(tmp_path):
@@ -1381,7 +1368,7 @@ def test_the_first_failure_is_kept_and_a_rank_that_lost_another_exits_later(tmp_
             times[rank] = time.monotonic()
 
     result = run(2, write(tmp_path, fault), env={"FAILURE_FILE": failure}, during=during)
-    assert result.codes == [1, 1] and times[0] - times[1] > 2
+    assert result.codes == [1, 1] and times[0] - times[1] > 1
     assert result.err[1].endswith("OSError: the disk is gone\n")
     assert f"guard.py: rank 0 on {HOST}: another rank exited (" in result.err[0]
     written = json.loads(failure.read_text())
@@ -1408,28 +1395,6 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported_by_the_others(
     assert result.codes[1] == -signal.SIGKILL
     written = json.loads(failure.read_text())
     assert written["cause"] == "out of memory" and "rank" not in written
-
-
-@pytest.mark.parametrize("other", ["", "signal.set_wakeup_fd(-1)"])
-def test_a_rank_that_the_launcher_has_asked_to_end_does_not_wait_for_the_others(tmp_path, other):
-    """The script handles SIGTERM while it waits for a rank that has been killed."""
-    fault = f"""import signal
-        if step == 0:
-            signal.signal(signal.SIGTERM, lambda *_: None)
-            {other or "pass"}
-        if step == 5:
-            rank == 1 and os.kill(os.getpid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGTERM)"""
-
-    def during(processes):  # the harness would send SIGTERM afterwards
-        for process in processes:
-            process.join(60)
-
-    result = run(2, write(tmp_path, fault), during=during)
-    ends = 1 if other else -signal.SIGTERM  # 1: it is not known that SIGTERM has arrived
-    assert result.codes == [ends, -signal.SIGKILL], result.err[0]
-    assert f"guard.py: rank 0 on {HOST}: another rank exited (" in result.err[0]
-    assert ("Traceback" in result.err[0]) == bool(other)
 
 
 def test_the_last_lines_of_torchrun_repeat_what_is_wrong(tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 
+import guard
 import pytest
 from hosts import probed
 
@@ -171,7 +172,8 @@ def test_a_busy_port_is_skipped(cluster, repo, tmp_path, probe):
     code, text = cluster.on("login", "sbatch", "--parsable", "--wrap=true", cwd=tmp_path)
     assert code == 0, text
     cluster.end_of_job(text.strip())
-    port = 15000 + 16 * (int(text) + 1) % 15000
+    next_job = {"SLURM_JOB_ID": str(int(text) + 1), "ATTEMPT": "1"}
+    port = guard.port_of_job(next_job)
     listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(60)"
     listener = cluster.start("node01", sys.executable, "-c", listen)
     try:
