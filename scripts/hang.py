@@ -381,10 +381,10 @@ def different_ranks(number: int, members: dict[int, dict]) -> tuple[str, dict[in
     return usual, states
 
 
-def place(number: int, positions) -> str:
+def place(number: int, members) -> str:
     """Such as: at collective 24 (gloo:all_reduce [[11]]). Its name is that on most ranks."""
     key = str(number)
-    names = [position["names"][key] for position in positions if key in position["names"]]
+    names = [member["names"][key] for member in members if key in member["names"]]
     return f"at collective {number} ({statistics.mode(names or ['unknown'])})"
 
 
