@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import (
@@ -654,7 +655,6 @@ def test_variables_of_the_host_and_the_session_are_not_forwarded(monkeypatch):
         ("node01", "", ["node02"]),
         ("node01,x", "1", ["node02"]),
         ("node01", "2", ["node01", "node02"]),
-        ("", "3", []),
     ],
 )
 def test_hosts_in_excluded_nodes_are_not_used_unless_too_few_would_remain(
@@ -665,7 +665,11 @@ def test_hosts_in_excluded_nodes_are_not_used_unless_too_few_would_remain(
     monkeypatch.setenv("NNODES", wanted)
     monkeypatch.delenv("NODES_FILE", raising=False)
     launch = load(REPO / "scripts/ssh/launch.py")
-    assert launch.choose_hosts(["node01", "node02"], launch.Pbs()) == used
+    way = SimpleNamespace(lost=lambda hosts: [])
+    assert launch.choose_hosts(["node01", "node02"], way) == used
+    monkeypatch.setenv("NNODES", "3")
+    with pytest.raises(SystemExit):
+        launch.choose_hosts(["node01", "node02"], way)
 
 
 def test_the_smoke_test_says_why_it_fails(tmp_path):

@@ -39,7 +39,7 @@ CONNECT = """
 host=$1 node=$3/$2
 sleep $(($2 / 10)) # HOSTS_PER_SECOND
 "${@:4}" <"$node.input" 2>&1 | tee -p "${LOG_DIR:-logs}/node_$host.log"
-echo "${PIPESTATUS[0]}" >"$node.code"
+echo "${PIPESTATUS[0]}" 2>/dev/null >"$node.code"
 """
 # The same in a PBS job. Its arguments: SLOT RANK DIRECTORY, and the script for bash on the host.
 # pbsdsh has no input, and its exit code is 0: two files that both hosts see replace them.
