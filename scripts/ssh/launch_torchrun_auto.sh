@@ -48,6 +48,4 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 mkdir -p "$LOG_DIR" && [[ -w "$LOG_DIR" ]] || fail "cannot write to $LOG_DIR: set LOG_DIR"
 [[ "$FAN_OUT" != pdsh ]] || command+=(--pdsh)
-command+=("${hosts[@]}" -- "$config" "$@")
-echo "\$$(printf ' %q' "${command[@]}")"
-[[ -n "$DRY_RUN" ]] || exec "${command[@]}"
+start "${command[@]}" "${hosts[@]}" -- "$config" "$@"
