@@ -59,7 +59,8 @@ set_program "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
 # with only one visible, NVLink would be lost.
 ranks="$NPROC_PER_NODE"
 if [[ -z "$ranks" && -n "${SLURM_JOB_ID:-}" ]]; then # with --exclusive, a step has fewer GPUs than the job
-  mapfile -t gpus < <("${srun[@]}" --ntasks-per-node=1 env | sed -n 's/^SLURM_GPUS_ON_NODE=//p' | sort -nu)
+  step=(srun --overlap --export=ALL --ntasks-per-node=1)
+  mapfile -t gpus < <("${step[@]}" env </dev/null | sed -n 's/^SLURM_GPUS_ON_NODE=//p' | sort -nu)
   ((${#gpus[@]} < 2)) || fail "the nodes have different numbers of GPUs (${gpus[*]}): use" \
     "run_distributed.slurm, or sbatch --gpus-per-node"
   ranks="${gpus[0]:-}"

@@ -138,7 +138,7 @@ class Ssh:
             if rank and rank % HOSTS_PER_SECOND == 0:
                 time.sleep(1)
             probes[host] = subprocess.Popen(
-                ["timeout", "30", *SSH, host, "exec true"],
+                ["timeout", "--foreground", "30", *SSH, host, "exec true"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
