@@ -48,8 +48,7 @@ fi
 source scripts/common.sh
 [[ -n "${SLURM_JOB_ID:-}$DRY_RUN" ]] ||
   fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
-export REPO_ROOT="$PWD"
-export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
+export REPO_ROOT="$PWD" PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
 # shellcheck source=scripts/site.sh
 source scripts/site.sh
 set_program "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
