@@ -97,7 +97,7 @@ time.sleep(1000 if os.environ["ATTEMPT"] == "1" else 0)
 """
 
 
-@pytest.mark.parametrize("victim", [r"^\S+ \S+launch.py --pbs", "^bash -c .* connect 2 1 "])
+@pytest.mark.parametrize("victim", [r"^\S+ \S+launch.py --pbs", r"(?s)^bash -c .* connect 2 1 "])
 def test_after_a_kill_of_the_launcher_nothing_is_left_and_the_next_attempt_runs(
     start_job, cluster, repo, tmp_path, victim
 ):
