@@ -27,7 +27,7 @@ from node import END_SECONDS, exit_code, request
 
 # After `end`, the launcher exits without waiting for its nodes this many seconds later.
 EXIT_SECONDS = END_SECONDS + 10
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
 HOSTS_PER_SECOND = 10  # a jump host may refuse many new connections at once
 # If the connection is lost, ssh exits after 3 x 15 seconds. The remote command line is only
 # `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
