@@ -33,87 +33,42 @@
 # EDIT #SBATCH --time=24:00:00    # shortly before the end, the training saves and the job is requeued
 # EDIT #SBATCH --mem=0            # all memory of each node; the default of some sites is 1 GB per core
 
-set -euo pipefail
-unset CDPATH PYTHONSAFEPATH # they change what cd and import find
-
 REPO_ROOT="${REPO_ROOT:-}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"
 DRY_RUN="${DRY_RUN:-}"
 
-fail() {
-  echo "slurm_train_multinode.sh: error: $*" >&2
+cd "${REPO_ROOT:-$PWD}" || exit # Slurm starts a job in the submission directory
+if [[ ! -f train_distributed.py ]]; then
+  echo "slurm_train_multinode.sh: error: no train_distributed.py in $PWD: submit from the repository, or set REPO_ROOT" >&2
   exit 2
-}
+fi
+# shellcheck source=scripts/common.sh
+source scripts/common.sh
+[[ -n "${SLURM_JOB_ID:-}$DRY_RUN" ]] ||
+  fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
+export REPO_ROOT="$PWD" PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
+# shellcheck source=scripts/site.sh
+source scripts/site.sh
+set_program "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
 
-# gpus_per_node: prints the number of GPUs that a step gets on each node. With --exclusive, that is what the
-# job requested, not all GPUs. SLURM_GPUS_PER_NODE does not reflect --gres on the command line.
-gpus_per_node() {
-  local job="$SLURM_JOB_ID" numbers
-  [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" # else all tasks
-  job="$(scontrol show job --details "$job")"
-  if [[ "$job" =~ TresPerNode=[^[:space:]]*gpu(:[^:,[:space:]]+)?:([0-9]+) ]]; then
-    echo "${BASH_REMATCH[2]}"
-    return
-  fi
-  mapfile -t numbers < <(sed -nE 's/.* GRES=gpu(:[^:(]+)?:([0-9]+)\(.*/\2/p' <<<"$job" | sort -nu)
-  ((${#numbers[@]} < 2)) || fail "the nodes have different numbers of GPUs (${numbers[*]}): use" \
+# One task per GPU, each with its share of the cores, whatever the job requested per task. guard.py binds
+# it to them, or to those near its GPU. A task sees all GPUs of its node and uses that of its local rank:
+# with only one visible, NVLink would be lost.
+ranks="$NPROC_PER_NODE"
+if [[ -z "$ranks" && -n "${SLURM_JOB_ID:-}" ]]; then # with --exclusive, a step has fewer GPUs than the job
+  step=(srun --overlap --export=ALL --ntasks-per-node=1)
+  mapfile -t gpus < <("${step[@]}" env </dev/null | sed -n 's/^SLURM_GPUS_ON_NODE=//p' | sort -nu)
+  ((${#gpus[@]} < 2)) || fail "the nodes have different numbers of GPUs (${gpus[*]}): use" \
     "run_distributed.slurm, or sbatch --gpus-per-node"
-  echo "${numbers[0]:-1}"
-}
-
-# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
-takes() {
-  [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
-}
-
-main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-    exit
-  fi
-  [[ -n "${SLURM_JOB_ID:-}$DRY_RUN" ]] ||
-    fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
-  cd "${REPO_ROOT:-$PWD}" # Slurm starts a job in the submission directory
-  export REPO_ROOT="$PWD"
-  [[ -f train_distributed.py ]] ||
-    fail "no train_distributed.py in $PWD: submit from the repository, or set REPO_ROOT"
-  export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
-  # shellcheck source=scripts/site.sh
-  source scripts/site.sh
-  local config=configs/default_config.yaml gpus="$NPROC_PER_NODE" cores
-  if [[ $# -gt 0 && "$1" != -* ]]; then
-    config="$1"
-    shift
-  fi
-  config="${config//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
-  set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
-  [[ -f "$config" ]] || fail "there is no config $config in $PWD"
-  is_verbatim=""
-  if [[ "${1:-}" == -- ]]; then # the script gets what follows, and nothing else
-    is_verbatim=1
-    shift
-  fi
-  # One task per GPU, each with its share of the cores, whatever the job requested per task. guard.py binds
-  # it to them, or to those near its GPU. A task sees all GPUs of its node and uses that of its local rank:
-  # with only one visible, NVLink would be lost.
-  [[ -n "$gpus" || -z "${SLURM_JOB_ID:-}" ]] || gpus="$(gpus_per_node)"
-  ((gpus > 0)) || gpus=1
-  cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | sed -n 1p)" # 64(x2),32
-  [[ -n "${SLURM_OVERCOMMIT:-}$DRY_RUN" || "$cores" -ge "$gpus" ]] || fail "the job has too few cores on a node" \
-    "($cores) for $gpus ranks: request --ntasks-per-node=$gpus, or --overcommit"
-  cores="$((cores > gpus ? cores / gpus : 1))"
-  [[ -z "$BACKEND" ]] || ! takes --distributed-backend || set -- --distributed-backend "$BACKEND" "$@"
-  ! takes --config || set -- --config "$config" "$@"
-  local script=(scripts/guard.py "$TRAIN_SCRIPT")
-  [[ "$TRAIN_SCRIPT" != "-m "* ]] || script=(scripts/guard.py -m "${TRAIN_SCRIPT#-m }")
-  [[ "$TRAIN_SCRIPT" != *doctor.py ]] || script=("$TRAIN_SCRIPT") # doctor.py checks the ranks itself
-  local command=("${PYTHON:-python3}" scripts/supervise.py
-    "${srun[@]}" --ntasks-per-node="$gpus" --cpus-per-task="$cores" --kill-on-bad-exit=1 --cpu-bind=none
-    "${python[@]}" "${script[@]}" "$@")
-  echo "\$$(printf ' %q' "${command[@]}")"
-  [[ -n "$DRY_RUN" ]] || exec "${command[@]}"
-}
-
-main "$@"
+  ranks="${gpus[0]:-}"
+fi
+ranks="${ranks:-1}"
+cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | sed -n 1p)" # 64(x2),32
+[[ -n "${SLURM_OVERCOMMIT:-}$DRY_RUN" || "$cores" -ge "$ranks" ]] || fail "the job has too few cores on a node" \
+  "($cores) for $ranks ranks: request --ntasks-per-node=$ranks, or --overcommit"
+cores="$((cores > ranks ? cores / ranks : 1))"
+start "${PYTHON:-python3}" scripts/supervise.py \
+  "${srun[@]}" --ntasks-per-node="$ranks" --cpus-per-task="$cores" --kill-on-bad-exit=1 --cpu-bind=none \
+  "${python[@]}" "${script[@]}" "${arguments[@]}"

@@ -19,8 +19,6 @@
 # EDIT #SBATCH --time=24:00:00    # shortly before the end, the training saves and the job is requeued
 # EDIT #SBATCH --mem=0            # all memory of each node; the default of some sites is 1 GB per core
 
-if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-  exec sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-fi
+[[ "${1:-}" != --help ]] || exec sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 # Slurm starts a job in the submission directory.
 exec bash "${REPO_ROOT:-$PWD}/slurm_train_multinode.sh" "$@"

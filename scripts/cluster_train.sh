@@ -52,81 +52,57 @@ answer_of() {
 
 # node_rank_among HOST...: prints the index of this host.
 node_rank_among() {
-  local index=0 name
-  for name in "$@"; do
-    if [[ "${name%%.*}" == "$(hostname -s)" ]]; then
-      echo "$index"
-      return
-    fi
-    index=$((index + 1))
-  done
-  fail "this host is not one of: ${*:-none}. Give node_rank"
-}
-
-# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
-takes() {
-  [[ -z "$is_verbatim" ]] && grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
+  local line
+  line="$(printf '%s\n' "${@%%.*}" | grep -nxF -e "$(hostname -s)")" ||
+    fail "this host is not one of: ${*:-none}. Give node_rank"
+  echo "$((${line%%:*} - 1))"
 }
 
 main() {
-  # Other programs use these names, too.
-  if [[ ! "$LAUNCHER" =~ ^torch\.distributed\.(run|launch)$ ]]; then
-    echo "cluster_train.sh: WARNING: LAUNCHER=$LAUNCHER is another program's, and is ignored" >&2
-    LAUNCHER=torch.distributed.run
-  fi
+  # Other programs use LOG_LEVEL and LAUNCHER, too.
   LOG_LEVEL="${LOG_LEVEL^^}"
   [[ "$LOG_LEVEL" =~ ^(DEBUG|INFO|ERROR|CRITICAL)$ ]] || LOG_LEVEL=WARNING
-  local arguments=() hosts=()
+  local launcher=(torch.distributed.run)
+  [[ "$LAUNCHER" != torch.distributed.launch ]] || launcher=("$LAUNCHER" --use-env)
+  local given=() hosts=()
   while [[ $# -gt 0 && "$1" != -* ]]; do
-    arguments+=("$1")
+    given+=("$1")
     shift
   done
-  [[ ${#arguments[@]} -le 5 ]] ||
-    fail "too many arguments before the options: ${arguments[*]:5} (the script's own arguments go after --)"
-  is_verbatim=""
-  if [[ "${1:-}" == -- ]]; then
-    is_verbatim=1
-    shift
-  fi
+  [[ ${#given[@]} -le 5 ]] ||
+    fail "too many arguments before the options: ${given[*]:5} (the script's own arguments go after --)"
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
   # Not if the arguments, or Slurm and the launcher, say everything: a container may have no scontrol.
-  [[ -n "${arguments[1]:-}" && -n "${arguments[2]:-}" && -n "${arguments[3]:-}" ]] ||
+  [[ -n "${given[1]:-}" && -n "${given[2]:-}" && -n "${given[3]:-}" ]] ||
     [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
     read -r -a hosts < <(answer_of "${PYTHON:-python3}" scripts/guard.py --hosts) || exit 2
 
-  local config="${arguments[0]:-configs/default_config.yaml}"
-  local nodes="${arguments[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
-  local rank="${arguments[2]:-}"
+  local config="${given[0]:-configs/default_config.yaml}"
+  local nodes="${given[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
+  local rank="${given[2]:-}"
   if [[ -z "$rank" ]]; then
     rank=0
     [[ "$nodes" == 1 ]] || rank="${SLURM_NODEID:-$(node_rank_among "${hosts[@]}")}"
   fi
-  local master="${arguments[3]:-${MASTER_ADDR:-${hosts[0]}}}" port="${arguments[4]:-$MASTER_PORT}"
+  local master="${given[3]:-${MASTER_ADDR:-${hosts[0]}}}" port="${given[4]:-$MASTER_PORT}"
   [[ "$nodes" != 1 ]] || master=localhost
-  # On one node, the port must be free here. On several, the launcher has found one on the first node.
+  # On one node, the port must be free here. On several, the launcher has chosen one.
   [[ -n "$port" ]] || port="$(answer_of "${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
     fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
-  [[ -f "$config" ]] || fail "there is no config $config in $PWD"
-  local script=("$TRAIN_SCRIPT")
-  [[ "$TRAIN_SCRIPT" != "-m "* ]] || script=(-m "${TRAIN_SCRIPT#-m }")
-  [[ -f "$TRAIN_SCRIPT" || "${script[0]}" == -m ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"
+  set_program "$config" "$@"
   NPROC_PER_NODE="${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
-  [[ "$NPROC_PER_NODE" =~ ^([1-9][0-9]*)?$ ]] || fail "NPROC_PER_NODE is '$NPROC_PER_NODE', not a number"
-  ((${#NPROC_PER_NODE} <= 4 && NPROC_PER_NODE <= 1024)) ||
-    fail "NPROC_PER_NODE is $NPROC_PER_NODE, more than 1024 ranks on a node"
+  [[ "$NPROC_PER_NODE" =~ ^([1-9][0-9]{0,2})?$ ]] || fail "NPROC_PER_NODE is '$NPROC_PER_NODE', not 1 to 999"
   local where=(--nnodes "$nodes" --node-rank "$rank" --master-addr "$master" --master-port "$port")
-  local what=("$@") gpus=0
-  [[ -z "$BACKEND" ]] || ! takes --distributed-backend || what=(--distributed-backend "$BACKEND" "${what[@]}")
-  ! takes --config || what=(--config "$config" "${what[@]}")
+  local gpus=0
   if [[ -n "$DRY_RUN" ]]; then
     NPROC_PER_NODE="${NPROC_PER_NODE:-gpu}" # torchrun's word for one rank per GPU
   else
     gpus="$(answer_of "${python[@]}" scripts/node_check.py "${where[@]}" --nproc-per-node "${NPROC_PER_NODE:-0}" \
-      "$TRAIN_SCRIPT" "${what[@]}")" || {
+      "$TRAIN_SCRIPT" "${arguments[@]}")" || {
       (($? != 2)) || exit 2 # it has printed why
       fail "${python[*]} does not start, or is not Python 3.10 or newer: see scripts/site.sh"
     }
@@ -134,12 +110,9 @@ main() {
   fi
   where+=(--nproc-per-node "$NPROC_PER_NODE")
 
-  local command=("${python[@]}" -m "$LAUNCHER" "${where[@]}" scripts/guard.py "${script[@]}" "${what[@]}")
-  if [[ "$LAUNCHER" == torch.distributed.launch ]]; then
-    command=("${command[@]:0:3}" --use-env "${command[@]:3}")
-  fi
+  local command=("${python[@]}" -m "${launcher[@]}" "${where[@]}" "${script[@]}" "${arguments[@]}")
   if [[ "$TRAIN_SCRIPT" == *doctor.py ]]; then # it starts the ranks itself: torchrun would wait for missing nodes
-    command=("${python[@]}" "$TRAIN_SCRIPT" "${where[@]}" "${what[@]}")
+    command=("${python[@]}" "${script[@]}" "${where[@]}" "${arguments[@]}")
   fi
 
   echo "\$$(printf ' %q' "${command[@]}")" # one write, because other nodes print too

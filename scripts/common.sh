@@ -1,6 +1,5 @@
-# shellcheck shell=bash
-# For the launchers that are not batch scripts: --help prints the comment at their top, and `fail` prints an
-# error.
+# shellcheck shell=bash disable=SC2034
+# For all launchers, which source this file first: --help prints the comment at their top.
 
 set -euo pipefail
 unset CDPATH PYTHONSAFEPATH # they change what cd and import find
@@ -9,6 +8,44 @@ trap '' QUIT                # ranks print their stacks; what runs before them ig
 fail() {
   echo "${0##*/}: error: $*" >&2
   exit 2
+}
+
+# start COMMAND ...: prints the command; unless DRY_RUN is set, it replaces this script.
+start() {
+  echo "\$$(printf ' %q' "$@")"
+  [[ -n "$DRY_RUN" ]] || exec "$@"
+}
+
+# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
+takes() {
+  grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
+}
+
+# set_program [CONFIG] [OPTION ...]: sets the arrays `script`, to what runs a rank, and `arguments`.
+set_program() {
+  local config=configs/default_config.yaml
+  if [[ $# -gt 0 && "$1" != -* ]]; then
+    config="$1"
+    shift
+  fi
+  [[ -f "$config" ]] || fail "there is no config $config in $PWD"
+  script=(scripts/guard.py "$TRAIN_SCRIPT")
+  case "$TRAIN_SCRIPT" in
+    "-m "*) script=(scripts/guard.py -m "${TRAIN_SCRIPT#-m }") ;;
+    *doctor.py) script=("$TRAIN_SCRIPT") ;; # it checks the ranks itself
+    *) [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD" ;;
+  esac
+  if [[ "${1:-}" == -- ]]; then # the script gets what follows, and nothing else
+    arguments=("${@:2}")
+    return
+  fi
+  arguments=("$@")
+  if [[ -n "$BACKEND" ]] && takes --distributed-backend; then
+    arguments=(--distributed-backend "$BACKEND" "${arguments[@]}")
+  fi
+  if takes --config; then
+    arguments=(--config "$config" "${arguments[@]}")
+  fi
 }
 
 if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then

@@ -30,17 +30,13 @@ from pathlib import Path
 import memory
 from report import HOST, parent_of, rank_of, say, write_failure
 
-FORWARDED = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
-FORWARDED |= {signal.SIGQUIT}
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 LOG_SECONDS = 5  # for the last lines on a slow terminal
 STACK_SECONDS = 0.3  # from one rank that prints its stacks to the next, whose lines would mix
 
 
 def main() -> int:
-    if len(sys.argv) < 3:
-        print(__doc__.strip())
-        return 0 if "--help" in sys.argv else 2
     log, *command = sys.argv[1:]
     # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP")  # not SIGQUIT
@@ -74,12 +70,10 @@ class Torchrun:
 
     def run(self, command: list[str]) -> int:
         """Run it until it exits. Returns its exit code, -N if signal N killed it."""
-        # A signal that arrives in between waits until there is a process to forward it to.
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        for number in FORWARDED:
+        for number in STOPS:
             under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not under_nohup:
-                signal.signal(number, self.on_signal)
+                signal.signal(number, self.on_stop)
         # In a new session, so that Ctrl-C does not reach it.
         self.process = subprocess.Popen(
             command,
@@ -87,36 +81,38 @@ class Torchrun:
             start_new_session=True,
             preexec_fn=before_torchrun,
         )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        signal.signal(signal.SIGQUIT, self.on_quit)
+        if self.is_stopping:  # before there was a process
+            self.process.kill()
         code = self.process.wait()
         for rank in self.stopped_ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank, signal.SIGKILL)  # its own children, as of mp.spawn
         return code
 
-    def on_signal(self, number: int, _frame) -> None:
-        if number == signal.SIGQUIT:
-            for rank in self.ranks():
-                write(f"the stacks of rank {rank_of(rank)} on {HOST}:\n")
-                send(number, [rank])
-                time.sleep(STACK_SECONDS)
-        elif not self.is_stopping:
-            self.is_stopping = True
-            self.stop(number)
-        elif number == signal.SIGINT:
-            send(signal.SIGKILL, [*self.ranks(), self.torchrun(), self.process.pid])
+    def on_quit(self, number: int, _frame) -> None:
+        for rank in self.ranks():
+            write(f"the stacks of rank {rank_of(rank)} on {HOST}:\n")
+            send(number, [rank])
+            time.sleep(STACK_SECONDS)
 
-    def stop(self, number: int) -> None:
+    def on_stop(self, number: int, _frame) -> None:
+        ranks = self.ranks()
+        if self.is_stopping:
+            if number == signal.SIGINT:
+                send(signal.SIGKILL, [*ranks, self.torchrun(), self.process.pid])
+            return
+        self.is_stopping = True
         if number == signal.SIGINT:
             write("stopping: all ranks save and exit; press Ctrl-C again to kill them\n")
-        self.stopped_ranks = self.ranks()
-        send(signal.SIGTERM, self.stopped_ranks)
-        if not self.stopped_ranks:  # nothing to save
+        self.stopped_ranks = ranks
+        send(signal.SIGTERM, ranks)
+        if self.process and not ranks:  # nothing to save
             self.process.kill()
 
     def ranks(self) -> list[int]:
         """Each is the leader of a session of its own."""
-        return children_of(self.torchrun())
+        return children_of(self.torchrun()) if self.process else []
 
     def torchrun(self) -> int:
         """In a container, it is the child of Apptainer."""
@@ -128,7 +124,6 @@ def before_torchrun() -> None:
     """In the child, before it becomes torchrun."""
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # if this process is killed
 
 
@@ -169,7 +164,7 @@ def start_tee(log: str) -> subprocess.Popen:
 
 
 def ignore_signals() -> None:
-    for number in FORWARDED:
+    for number in (*STOPS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
 
 

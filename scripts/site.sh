@@ -3,9 +3,6 @@
 # node, in the repository, before it starts Python, and uses the array `python` as its Python command. By
 # default everything is off or detected automatically: edit what you need. The launcher defines `fail`.
 
-[[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
-  fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
-
 # A job submitted from within a training has inherited that training's variables, or those of one of its ranks.
 job="${SLURM_JOB_ID:-${PBS_JOBID:-}}"
 if [[ -n "$job" && -n "${ATTEMPT_ID:-}${RANK:-}" && "${ATTEMPT_ID:-}" != "$job"[.-]* ]]; then

@@ -24,45 +24,31 @@
 # For Torque, replace the two -l lines by:
 ##PBS -l nodes=2:ppn=32:gpus=4
 
-set -euo pipefail
-unset CDPATH PYTHONSAFEPATH # they change what cd and import find
-
 ARGS="${ARGS:-}"
 REPO_ROOT="${REPO_ROOT:-}"
 LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
-fail() {
-  echo "pbs_train.sh: error: $*" >&2
+cd "${REPO_ROOT:-${PBS_O_WORKDIR:-$PWD}}" || exit
+if [[ ! -f train_distributed.py ]]; then
+  echo "pbs_train.sh: error: no train_distributed.py in $PWD: call qsub from the repository, or set REPO_ROOT" >&2
   exit 2
-}
-
-main() {
-  if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-    exit
-  fi
-  [[ -f "${PBS_NODEFILE:-}" || -n "$DRY_RUN" ]] ||
-    fail "submit this script with qsub; without PBS, use scripts/cluster_train.sh"
-  if [[ $# == 0 ]]; then
-    read -r -a words <<<"$ARGS"
-    set -- "${words[@]}"
-  fi
-  export REPO_ROOT="${REPO_ROOT:-${PBS_O_WORKDIR:-$PWD}}"
-  cd "$REPO_ROOT"
-  [[ -f train_distributed.py ]] ||
-    fail "no train_distributed.py in $PWD: call qsub from the repository, or set REPO_ROOT"
-  # shellcheck source=scripts/site.sh
-  source scripts/site.sh
-  local config=configs/default_config.yaml
-  if [[ $# -gt 0 && "$1" != -* ]]; then
-    config="$1"
-    shift
-  fi
-  export PYTHON="${PYTHON:-python3}" # also on the nodes, whose python3 may be too old
-  local command=("$PYTHON" scripts/supervise.py "$PYTHON" scripts/ssh/launch.py --pbs -- "$config" "$@")
-  echo "\$$(printf ' %q' "${command[@]}")"
-  [[ -n "$DRY_RUN" ]] || exec "${command[@]}"
-}
-
-main "$@"
+fi
+# shellcheck source=scripts/common.sh
+source scripts/common.sh
+[[ -f "${PBS_NODEFILE:-}" || -n "$DRY_RUN" ]] ||
+  fail "submit this script with qsub; without PBS, use scripts/cluster_train.sh"
+if [[ $# == 0 ]]; then
+  read -r -a words <<<"$ARGS"
+  set -- "${words[@]}"
+fi
+export REPO_ROOT="$PWD"
+# shellcheck source=scripts/site.sh
+source scripts/site.sh
+config=configs/default_config.yaml
+if [[ $# -gt 0 && "$1" != -* ]]; then
+  config="$1"
+  shift
+fi
+export PYTHON="${PYTHON:-python3}" # also on the nodes, whose python3 may be too old
+start "$PYTHON" scripts/supervise.py "$PYTHON" scripts/ssh/launch.py --pbs -- "$config" "$@"

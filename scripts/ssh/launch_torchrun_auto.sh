@@ -12,7 +12,7 @@
 #
 # Environment (see also scripts/cluster_train.sh):
 #   MASTER_ADDR  address of the first host, reachable from all hosts   [its name as given]
-#   MASTER_PORT  a free port on the first host                         [found automatically]
+#   MASTER_PORT  a port that is free on the first host               [one from 15000 on]
 #   REPO_ROOT    path of the repository on the hosts                   [its path here]
 #   FAN_OUT      ssh, or pdsh (as in launch_pdsh_multinode.sh)         [ssh]
 #   LOG_DIR      directory for node_HOST.log and the hosts' logs       [logs]
@@ -48,6 +48,4 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 mkdir -p "$LOG_DIR" && [[ -w "$LOG_DIR" ]] || fail "cannot write to $LOG_DIR: set LOG_DIR"
 [[ "$FAN_OUT" != pdsh ]] || command+=(--pdsh)
-command+=("${hosts[@]}" -- "$config" "$@")
-echo "\$$(printf ' %q' "${command[@]}")"
-[[ -n "$DRY_RUN" ]] || exec "${command[@]}"
+start "${command[@]}" "${hosts[@]}" -- "$config" "$@"

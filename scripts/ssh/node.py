@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Run a command on this host for launch.py, until either ends.
 
-Usage: node.py [--files DIRECTORY RANK]
+Usage: node.py [--files PATH]
 
-Standard input, or with --files a file in DIRECTORY (see Files), has one message per line. First the
-line of request(). Later `quit`: the command's ranks should print their stacks; `stop`: it should
-save and exit; or `end`: it has END_SECONDS to do so. End of input means that the launcher has
-exited. When the command has exited, all processes that it left behind are killed: those with
-ON_NODE=ID in their environment.
+Standard input has one message per line. First the line of request(). Later `quit`: the command's
+ranks should print their stacks; `stop`: it should save and exit; or `end`: it has END_SECONDS to do
+so. End of input means that the launcher has exited. With --files, the messages are in the file
+PATH.words, which the launcher's end removes, and the exit code is written to PATH.code.
+When the command has exited, all processes that it left behind are killed: those with ON_NODE=ID in
+their environment.
 If node.py is killed, the same happens END_SECONDS later: a PBS job ends with SIGKILL to node.py's
 session only, and torchrun's ranks have sessions of their own.
 Exit code: the command's; 128 + N if signal N killed it.
@@ -33,8 +34,6 @@ END_SECONDS = 5
 # The same if the launcher was killed or the connection lost: more ranks may be able to save. Under
 # supervise.py, which may restart at once, it is END_SECONDS.
 GONE_SECONDS = 30
-# After END_SECONDS and this, the launcher exits without waiting for its nodes.
-HANG_SECONDS = 10
 # After `stop`, there is no limit: the last save may take any time.
 
 # Variables of a host, a session or an MPI process are not forwarded. Those of modules
@@ -56,67 +55,44 @@ def request(command):
 
 
 class StandardInput:
-    """Over ssh: the launcher's lines are on standard input."""
-
     def __init__(self):
-        self.lines = open(0, "rb", buffering=0)  # unbuffered: select() does not see buffered lines
+        self.file = open(0, "rb", buffering=0)  # unbuffered: select() does not see buffered lines
 
-    def request(self):
-        return self.lines.readline()
-
-    def word(self):
-        """The launcher's next word, b"gone" if it has exited, b"" if there is none."""
-        ready, _, _ = select.select([self.lines], [], [], 0.1)
-        return (self.lines.readline() or b"gone") if ready else b""
+    def message(self):
+        """The launcher's next message, b"gone" if it has exited, b"" if there is none."""
+        ready, _, _ = select.select([self.file], [], [], 0.1)
+        return (self.file.readline() or b"gone") if ready else b""
 
 
-class Files:
-    """In a PBS job: files in a directory that both hosts see, for the same messages."""
+class GrowingFile:
+    """The same in a PBS job, where there is no input."""
 
-    def __init__(self, directory, rank):
-        self.directory = directory
-        self.rank = rank
-
-    def path(self, name):
-        return os.path.join(self.directory, f"{self.rank}.{name}")
-
-    def write(self, name, content):
-        """At once, so that no reader finds a part of it."""
-        path = self.path(name)
-        with suppress(OSError):  # the launcher has exited
-            with open(f"{path}.new", "wb") as file:
-                file.write(content)
-            os.replace(f"{path}.new", path)
-
-    def read(self, name):
-        """The content; None if there is no such file."""
-        with suppress(OSError), open(self.path(name), "rb") as file:
-            return file.read()
-        return None
-
-    def request(self):
-        line = self.read("request")
-        if line is None:
-            text = f"{self.directory} is not visible here: set LOG_DIR to one that all nodes see"
+    def __init__(self, path):
+        self.path = path
+        self.position = 0
+        if not os.path.isdir(os.path.dirname(path)):
+            text = f"{path} is not visible here: set LOG_DIR to a directory that all nodes see"
             sys.exit(f"node.py: error: {socket.gethostname()}: {text}")
-        os.remove(self.path("request"))  # it contains the environment
-        return line
 
-    def word(self):
+    def message(self):
         time.sleep(0.5)
-        if not os.path.isdir(self.directory):
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                line = file.readline()
+        except OSError:
             return b"gone"
-        word = self.read("quit")
-        if word:
-            with suppress(OSError):  # the launcher has just exited
-                os.remove(self.path("quit"))
-            return word
-        return self.read("word") or b""
+        if not line.endswith(b"\n"):  # it is still being written
+            return b""
+        self.position += len(line)
+        return line
 
 
 def serve(launcher):
     """Run the command that the launcher requests. Returns the exit code."""
-    line = launcher.request()
+    line = b""
+    while not line:
+        line = launcher.message()
     if not line.endswith(b"\n"):  # the launcher has already exited
         return 128 + signal.SIGTERM
     wanted = json.loads(line)
@@ -165,7 +141,7 @@ def wait(command, launcher, signals, end_seconds):
         if deadline < math.inf:
             time.sleep(0.1)
             continue
-        word = launcher.word()
+        word = launcher.message()
         if word == b"quit\n":
             command.send_signal(signal.SIGQUIT)
             continue
@@ -218,9 +194,15 @@ def exit_code(code):
     return code if code >= 0 else 128 - code
 
 
+def main():
+    if sys.argv[1:2] != ["--files"]:
+        return serve(StandardInput())
+    path = sys.argv[2]
+    code = serve(GrowingFile(f"{path}.words"))
+    with suppress(OSError), open(f"{path}.code", "w") as file:  # unless the launcher has exited
+        file.write(str(code))
+    return code
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--files"]:
-        files = Files(*sys.argv[2:])
-        files.write("status", b"%d" % serve(files))
-    else:
-        sys.exit(serve(StandardInput()))
+    sys.exit(main())

@@ -23,7 +23,7 @@ def qsub(cluster, repo):
         pbs = [sys.executable, HERE / "pbs.py", "qsub", ",".join(hosts), slots, *options]
         code, text = cluster.on("login", *pbs, "-W", "block=true", "-v", variables, script, cwd=cwd)
         cluster.assert_nothing_left()
-        assert not list((repo / "logs").glob("pbs_*"))  # it holds the environment
+        assert not list((repo / "logs").glob("launch-*"))  # it holds the environment
         return code, (cwd / f"train.o{text.split('.')[0]}").read_text()
 
     return qsub
@@ -97,7 +97,7 @@ time.sleep(1000 if os.environ["ATTEMPT"] == "1" else 0)
 """
 
 
-@pytest.mark.parametrize("victim", [r"^\S+ \S+launch.py --pbs", "--connect-pbs .* node02"])
+@pytest.mark.parametrize("victim", [r"^\S+ \S+launch.py --pbs", r"(?s)^bash -c .* connect 2 1 "])
 def test_after_a_kill_of_the_launcher_nothing_is_left_and_the_next_attempt_runs(
     start_job, cluster, repo, tmp_path, victim
 ):
@@ -112,7 +112,7 @@ def test_after_a_kill_of_the_launcher_nothing_is_left_and_the_next_attempt_runs(
     text = output.read_text()
     assert job.returncode == 0 and text.count("attempt 2 rank") == 2, text
     cluster.assert_nothing_left()
-    assert not list((repo / "logs").glob("pbs_*"))
+    assert not list((repo / "logs").glob("launch-*"))
 
 
 def test_sigquit_prints_the_stacks_and_qdel_lets_the_ranks_save(
@@ -134,7 +134,7 @@ def test_sigquit_prints_the_stacks_and_qdel_lets_the_ranks_save(
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
     assert {path.stat().st_mode & 0o777 for path in run.glob("*.pt")} == {0o644}
     assert "stopped (SIGTERM); to resume: " in output.read_text()
-    assert not list((repo / "logs").glob("pbs_*"))
+    assert not list((repo / "logs").glob("launch-*"))
 
 
 @pytest.fixture

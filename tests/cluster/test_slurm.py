@@ -88,7 +88,8 @@ def test_steps_get_the_environment_of_the_launcher(cluster, repo, tmp_path, prob
     if launcher == LAUNCHERS[1]:
         exports = "".join(f"export {name}={value}\n" for name, value in variables.items())
         text, export, script = script.read_text(), "--export=NONE", tmp_path / launcher
-        script.write_text(text.replace("set -euo pipefail\n", exports + "set -euo pipefail\n"))
+        first = 'REPO_ROOT="${REPO_ROOT:-}"\n'
+        script.write_text(text.replace(first, exports + first))
     code, text = cluster.sbatch(repo, *TWO_BY_TWO, export, script)
     assert code == 0, text
     attempts = [record["attempt"] for record in probed(text)]

@@ -40,7 +40,7 @@ def kind_of(host: str, pid: int, line: str) -> str:
     if host == "login":
         if "supervise.py" in line:
             return "supervisor"
-        if "launch.py --connect" in line:
+        if line.startswith("bash -c") and " connect " in line:
             return "connect" if " node02 " in line else ""
         if "launch.py" in line:
             return "launcher"
