@@ -129,10 +129,7 @@ def run_as_rank(arguments: list[str]) -> None:
     is_guarded = os.environ.get("GUARD") != "0"
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # cluster_train.sh has checked the node
     if is_guarded and is_srun_step(os.environ) and not by_torchrun and world["LOCAL_RANK"] == 0:
-        node_rank = min(world["RANK"], 1)  # 0: the node of rank 0
-        gpu_count = node_check.count_gpus()
-        ranks = 1  # a task may see one GPU
-        node_check.check_launch(arguments[0], arguments[1:], gpu_count, ranks, node_rank)
+        node_check.check_launch(arguments[0], arguments[1:], ranks=1)  # a task may see one GPU
     if is_guarded and world["WORLD_SIZE"] > 1:
         store, infos = check_ranks(world, arguments)
         watch = HangWatch(world["RANK"], store, infos)

@@ -144,8 +144,3 @@ def print_answer(text: str) -> None:
     sys.stdout.flush()
     with suppress(BrokenPipeError):  # the launcher has stopped
         os.write(1, f"{text}\n".encode())
-
-
-def is_first_attempt() -> bool:
-    """Whether scripts/supervise.py has not started this training before."""
-    return os.environ.get("ATTEMPT") in (None, "", "1")
