@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -151,15 +152,22 @@ class Rank:
         """Collective: every rank."""
         info = self.describe()
         self.meet(info)
+        first = self.infos[0]
+        self.mark = Path(first["directory"], f".doctor_{first['host']}_{first['pid']}")
         if self.rank == 0:
             self.compare_ranks()
+            with suppress(OSError):  # the check of the disks reports this
+                self.mark.touch()
         self.check("network", self.reach_nodes, "allow all ports between the nodes")
-        self.check_directory()
+        remedy = "put --checkpoint-dir on a file system that all nodes share"
+        self.check("run directory", self.find_mark, remedy)
+        if self.rank == 0:
+            self.mark.unlink(missing_ok=True)
         if self.size > 1 and None not in self.infos:
             guard.choose_interface(self.infos, info)
             remedy = "exclude the node, and tell the administrators"
             if self.check("matrix product", self.multiply, remedy):
-                remedy = "search docs/TROUBLESHOOTING.md for this"
+                remedy = "search docs/TROUBLESHOOTING.md for this, or set NCCL_DEBUG=WARN"
                 self.check("all_reduce", self.all_reduce, remedy)
         self.send("done", True)
         if self.rank == 0:  # it is the server of the store
@@ -274,12 +282,11 @@ class Rank:
             self.findings += [Finding(*fields) for fields in self.infos[rank]["findings"]]
         same = self.infos[0]["same"]
         text = ", ".join(f"{what} {value}" for what, value in same.items())
-        findings = [Finding("OK", "same everywhere", text)]
-        differences = list(guard.find_differences(self.infos, "same"))
-        if differences:
+        failures = []
+        for difference in guard.find_differences(self.infos, "same"):
             remedy = "all nodes need the same software"
-            findings = [Finding("FAIL", "same everywhere", text, remedy) for text in differences]
-        self.findings += findings
+            failures.append(Finding("FAIL", "same everywhere", difference, remedy))
+        self.findings += failures or [Finding("OK", "same everywhere", text)]
 
     # ---- what check() runs; each returns (passed, text)
 
@@ -305,29 +312,18 @@ class Rank:
             return f"cannot connect to {info['host']}: {error}"
         return ""
 
-    def check_directory(self) -> None:
-        """Whether the nodes share the run directory: rank 0 writes a file, and all look for it."""
-        first = self.infos[0]
-        self.mark = Path(first["directory"], f".doctor_{first['host']}_{first['pid']}")
-        self.check("run directory", self.find_mark, "put it on a file system that all nodes share")
-        if self.rank == 0:
-            self.mark.unlink(missing_ok=True)
-
     def find_mark(self) -> tuple[bool, str]:
-        if self.rank == 0:
-            self.mark.touch()
+        """Whether this node has the run directory of rank 0, which has written a file to it."""
+        directory = self.mark.parent
         deadline = time.monotonic() + 10
         while not self.mark.exists():
             if time.monotonic() > deadline:
-                return False, f"{self.mark.parent} is not the directory that rank 0 has"
+                return False, f"does not find the file that rank 0 has written to {directory}"
             time.sleep(0.1)
-        return True, f"{self.mark.parent} is the same on all nodes"
+        return True, f"{directory} is the same on all nodes"
 
     def multiply(self) -> tuple[bool, str]:
-        """Multiply matrices of small integers, for which float32 and TF32 are exact.
-
-        In the product, numbers are below 2**24, in any order of the sums.
-        """
+        """Multiply matrices of small integers exactly: no sum reaches 2**24, in any order."""
         import torch
 
         torch.set_float32_matmul_precision("high")  # TF32
