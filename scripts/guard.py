@@ -122,7 +122,7 @@ def run_as_rank(arguments: list[str]) -> None:
     watch = None
     if os.environ.get("GUARD") != "0":
         if world["LOCAL_RANK"] == 0 and is_srun_step(os.environ):
-            check_node(world, arguments)
+            check_node(arguments)
         if world["WORLD_SIZE"] > 1:
             watch = start_watch(world, arguments)
     own_pid = os.getpid()
@@ -145,12 +145,9 @@ def run_as_rank(arguments: list[str]) -> None:
         exit_with(error)
 
 
-def check_node(world: dict[str, int], arguments: list[str]) -> None:
+def check_node(arguments: list[str]) -> None:
     """As cluster_train.sh does it before torchrun."""
-    gpu_count = node_check.count_gpus()
-    node_rank = min(world["RANK"], 1)  # 0: the node of rank 0
-    # A task may see one GPU only.
-    node_check.check_launch(arguments[0], arguments[1:], gpu_count, ranks=1, node_rank=node_rank)
+    node_check.check_launch(arguments[0], arguments[1:], ranks=1)  # a task may see one GPU
 
 
 def start_watch(world: dict[str, int], arguments: list[str]) -> HangWatch:

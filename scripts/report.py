@@ -137,8 +137,3 @@ def format_ranges(numbers: list[int]) -> str:
     for first, last in zip(firsts, lasts):
         ranges.append(f"{first}-{last}" if first < last else str(first))
     return ",".join(ranges)
-
-
-def is_first_attempt() -> bool:
-    """Whether scripts/supervise.py has not started this training before."""
-    return os.environ.get("ATTEMPT") in (None, "", "1")

@@ -16,15 +16,10 @@ if state["hangs"]:
     time.sleep(1000)
 if state["fails"]:
     sys.exit(print(state["fails"]) or 15)
-gpus = state["gpus"]
 options = " ".join(sys.argv[1:])
-if "--query-compute-apps=gpu_uuid,pid" in sys.argv:
-    for uuid, pid in state["processes"].items():
-        print(f"{{uuid}}, {{pid}}")
-else:
-    fields = re.search(r"--query-gpu=(\\S+)", options)[1].split(",")
-    for gpu in gpus:
-        print(", ".join(gpu[field] for field in fields))
+fields = re.search(r"--query-gpu=(\\S+)", options)[1].split(",")
+for gpu in state["gpus"]:
+    print(", ".join(gpu[field] for field in fields))
 """
 
 
@@ -39,23 +34,20 @@ def gpu(index: int, **more) -> dict:
         "memory.used": "0",
         "ecc.errors.uncorrected.volatile.total": "0",
         "gpu_recovery_action": "None",
-        "power.limit": "700.00",
-        "power.default_limit": "700.00",
     }
     return facts | more
 
 
-def nvidia_smi(directory: Path, gpus, processes=None, hangs=False, fails="") -> str:
+def nvidia_smi(directory: Path, gpus, hangs=False, fails="") -> str:
     """Write the program; returns a PATH that begins with it.
 
-    gpus: of gpu(), or their number; processes: {UUID: process id}; fails: an error of all queries,
-    as after Xid 79.
+    gpus: of gpu(), or their number; fails: an error of all queries, as after Xid 79.
     """
     if isinstance(gpus, int):
         gpus = [gpu(index) for index in range(gpus)]
     folder = directory / "bin"
     folder.mkdir(exist_ok=True)
-    state = {"gpus": gpus, "processes": processes or {}, "hangs": hangs, "fails": fails}
+    state = {"gpus": gpus, "hangs": hangs, "fails": fails}
     file = folder / "nvidia-smi.json"
     program = folder / "nvidia-smi"
     replace(file, json.dumps(state))
