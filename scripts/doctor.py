@@ -164,7 +164,7 @@ class Rank:
         if self.rank == 0:
             self.mark.unlink(missing_ok=True)
         if self.size > 1 and None not in self.infos:
-            guard.choose_interface(self.infos, info)
+            guard.choose_interface(self.infos)
             remedy = "exclude the node, and tell the administrators"
             if self.check("matrix product", self.multiply, remedy):
                 remedy = "search docs/TROUBLESHOOTING.md for this, or set NCCL_DEBUG=WARN"
