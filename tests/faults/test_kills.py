@@ -10,8 +10,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-import tasks
 from harness import (
     FOREVER,
     LONG,
@@ -21,9 +19,7 @@ from harness import (
     launch,
     processes_by_kind,
     running,
-    steps_of,
     train,
-    wait_for_step,
     wait_until,
 )
 
@@ -69,9 +65,7 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
 
 # ------------------------------------------------------------------------------ at random moments
 
-# With such a low rate, rounding differences stay small: at 0.05, 1e-7 grows to 1e-1 in 50 steps.
-MODES = {"--reproducible": ["--reproducible"], "plain": ["--lr=0.0001"]}
-OPTIONS = ["--batch-size=8", "--global-batch-size=40", "--checkpoint-every-steps=3"]
+OPTIONS = ["--reproducible", "--global-batch-size=40", "--checkpoint-every-steps=3"]
 
 
 def draw_sizes(draw: random.Random, most: int):
@@ -82,40 +76,9 @@ def draw_sizes(draw: random.Random, most: int):
         yield size
 
 
-def assert_same_training(run, straight, mode: str) -> None:
-    assert run.samples() == straight.samples()  # none lost, none used in another step
-    losses, expected = (
-        {record["step"]: record["loss"] for record in which.records("train")}
-        for which in (run, straight)
-    )
-    assert losses.keys() == expected.keys()
-    assert losses == pytest.approx(expected, abs=1e-5)
-    if mode == "--reproducible":
-        assert losses == expected
-        assert_same_state(run.newest(), straight.newest())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
-def test_a_training_whose_ranks_are_killed_ends_as_if_nothing_had_happened(tmp_path, tiny, mode):
-    """The test starts the ranks itself, another number of them each time."""
-    draw, run = random.Random(mode), tmp_path / "run"
-    kills, epochs = 20, 80  # epochs of about 5 steps
-    options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
-
-    def kill(processes):
-        wait_for_step(run, steps_of(run) + draw.randrange(3, 12))
-        time.sleep(draw.random() / 20)
-        os.kill(draw.choice(processes).pid, signal.SIGKILL)
-
-    sizes = draw_sizes(draw, 5)
-    for number in range(kills):
-        result = launch(run, next(sizes), *options, record=True, during=kill)
-        assert -signal.SIGKILL in result.codes
-        print(f"kill {number}, of one of {len(result.codes)} ranks: {result.status()}")
-    end = train(run, next(sizes), *options, record=True, timeout=600)
-    straight = train(tmp_path / "straight", 2, *options, record=True, timeout=600)
-    assert_same_training(end, straight, mode)
+def losses(run) -> dict[int, float]:
+    """The last record of a step counts."""
+    return {record["step"]: record["loss"] for record in run.records("train")}
 
 
 RECORDING = f"""import os, sys
@@ -194,46 +157,24 @@ class Campaign:
         return False
 
 
-@pytest.mark.parametrize("mode", ["--reproducible", pytest.param("plain", marks=pytest.mark.long)])
-def test_a_supervised_training_killed_anywhere_ends_as_if_nothing_had_happened(
-    tmp_path, tiny, mode
-):
-    draw = random.Random(mode)
-    kills, epochs = (20, 80) if LONG else (1, 30)  # epochs of about 5 steps
+def test_a_supervised_training_killed_anywhere_ends_as_if_nothing_had_happened(tmp_path, tiny):
+    """Each attempt has another number of ranks than the one before."""
+    draw = random.Random("--reproducible")
+    kills, epochs = (20, 80) if LONG else (1, 12)  # epochs of about 5 steps
     sizes = [size for size, _ in zip(draw_sizes(draw, 5 if LONG else 2), range(3 * kills + 10))]
     print(f"ranks by attempt: {sizes}")
-    options = [*tiny, *OPTIONS, *MODES[mode], f"--epochs={epochs}"]
+    options = [*tiny, *OPTIONS, f"--epochs={epochs}"]
     campaign = Campaign(tmp_path, sizes, options)
     campaign.start(kills, draw)
 
     lines = (campaign.run / "attempts.jsonl").read_text().splitlines()
     attempts = [json.loads(line) for line in lines]
     print(json.dumps(attempts, indent=1))
-    assert attempts[-1]["cause"] == "finished" and len(attempts) >= kills
+    assert attempts[-1]["cause"] == "finished" and len(attempts) >= max(2, kills)
     assert {attempt["cause"] for attempt in attempts[:-1]} <= {"killed", "stopped"}
 
     straight = train(tmp_path / "straight", 2, *options, record=True, timeout=600)
     run = dataclasses.replace(straight, directory=campaign.run)
-    assert_same_training(run, straight, mode)
-
-
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [p for child in map(int, children) for p in (child, *descendants(child))]
-
-
-def test_loader_workers_do_not_outlive_a_killed_rank(tmp_path, images):
-    options = [f"--data-dir={images}", "--image-size=32", FOREVER]
-    options += ["--batch-size=1", "--num-workers=2", "--log-every-steps=1000"]
-    started = []
-
-    def during(processes):
-        wait_for_step(tmp_path / "run", 2)  # the end of the first epoch
-        (rank,) = processes
-        started.extend(descendants(rank.pid))
-        assert len(started) >= 2
-        os.kill(rank.pid, signal.SIGKILL)
-
-    launch(tmp_path / "run", 1, *options, before=tasks.PHOTOS, during=during)
-    left = [pid for pid in started if Path(f"/proc/{pid}").exists()]
-    wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in left), f"{left} still run")
+    assert run.samples() == straight.samples()  # none lost, none used in another step
+    assert losses(run) == losses(straight)
+    assert_same_state(run.newest(), straight.newest())
