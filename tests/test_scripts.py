@@ -9,7 +9,7 @@ import sys
 import zipfile
 
 import pytest
-from harness import REPO, copy_repository, load, running, train
+from harness import REPO, copy_repository, load, running
 
 SOURCED = ("common.sh", "site.sh")
 SHELL_SCRIPTS = sorted(
@@ -104,8 +104,8 @@ def test_quickstart_without_a_suitable_python(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plots_compare_runs(tmp_path, tiny):
-    runs = [train(tmp_path / name, 1, *tiny, "--epochs=1").directory for name in "ab"]
+def test_plots_compare_runs(tmp_path):
+    runs = [write_run(tmp_path / name, [{"loss": 2.0}, {"loss": 1.0}], []) for name in "ab"]
     plot = [sys.executable, REPO / "scripts/plot_metrics.py"]
     result = run(*plot, *runs, "-o", tmp_path / "both.png")
     assert (result.returncode, result.stdout) == (0, f"Wrote {tmp_path}/both.png\n"), result.stderr
@@ -116,16 +116,6 @@ def test_plots_compare_runs(tmp_path, tiny):
         f"plot_metrics.py: error: {tmp_path}/absent is not the --checkpoint-dir of a run "
         "(No such file or directory)\n"
     )
-
-
-def test_a_run_with_one_record_is_visible(tmp_path):
-    from matplotlib import image
-
-    record = {"kind": "train", "step": 20, "loss": 1.5, "accuracy": 0.5}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
-    assert run(sys.executable, REPO / "scripts/plot_metrics.py", tmp_path).returncode == 0
-    pixels = image.imread(tmp_path / "metrics.png")[150:350, 900:1130, :3]  # no legend, no axis
-    assert (pixels.max(2) - pixels.min(2)).max() > 0.2, "the point is not drawn"
 
 
 @pytest.fixture
@@ -210,13 +200,6 @@ def test_user_errors_of_the_plot_are_one_sentence(tmp_path):
         result = run(sys.executable, script, *words)
         assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
         assert result.stderr.startswith(f"plot_metrics.py: error: {message}")
-
-
-def test_an_unknown_version_is_a_user_error(tmp_path):
-    result = run(REPO / "tests/run.sh", "--versions", "3.9", VERSIONS_DIR=tmp_path / "versions")
-    text = "3.9 is not 3.10, 3.11, 3.12, 3.13, 3.14, or one of them with a PyTorch: 3.12:2.8"
-    assert (result.returncode, result.stderr) == (1, f"versions.py: error: {text}\n")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: str(path.relative_to(REPO)))
