@@ -61,6 +61,7 @@ def test_a_healthy_cluster_gets_no_warning(cluster, repo, tmp_path):
     assert re.fullmatch(f"4 ranks: {speed}; 2 ranks of a node: {speed}", measured), measured
 
 
+@pytest.mark.long
 def test_many_faults_of_one_node_are_reported_together(cluster, repo, tmp_path, inject):
     """node02 has another PyTorch, another trainer, its own run directory, a loopback host name and
     a tiny /dev/shm."""

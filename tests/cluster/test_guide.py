@@ -137,7 +137,7 @@ def of_two_ranks(tmp_path_factory, options):
     [
         "run_distributed.slurm",
         "scripts/ssh/launch_pdsh_multinode.sh",
-        "scripts/ssh/launch_torchrun_multinode.sh",
+        pytest.param("scripts/ssh/launch_torchrun_multinode.sh", marks=pytest.mark.long),
         "scripts/ssh/launch_multinode.sh",
     ],
 )
@@ -205,6 +205,7 @@ def test_the_readme_shows_how_to_monitor_a_job(cluster, train_dir):
     assert printed.count("NVIDIA-SMI on node01") == 2 and "NVIDIA-SMI on node02" in printed  # srun
 
 
+@pytest.mark.long
 def test_the_checks_of_troubleshooting_run_on_two_nodes(cluster, train_dir):
     """In an allocation; the nodes have neither PyTorch in their python3 nor nvidia-smi."""
     page = (REPO / "docs/TROUBLESHOOTING.md").read_text()
