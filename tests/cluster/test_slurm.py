@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from hosts import probed
+from hosts import probed, wait_until
 
 LAUNCHERS = ["run_distributed.slurm", "slurm_train_multinode.sh"]
 TWO_BY_TWO = ["--nodes=2", "--gpus-per-node=2"]
@@ -183,19 +183,6 @@ def test_a_config_that_is_missing_is_named(cluster, repo):
         assert f"there is no config absent.yaml in {repo}" in text
 
 
-def started(cluster, repo, run, tiny, *words, runs=None) -> str:
-    """Start a job of a long training; returns its id once it trains."""
-    options = [*tiny, "--epochs=2000", f"--checkpoint-dir={run}"]
-    code, text = cluster.on("login", "sbatch", "--parsable", *words, *options, cwd=repo)
-    assert code == 0, text
-    deadline = time.monotonic() + 120
-    for metrics in (directory / "metrics.jsonl" for directory in runs or [run]):
-        while not (metrics.exists() and metrics.stat().st_size > 1000):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    return text.strip()
-
-
 @pytest.mark.long
 def test_a_chain_of_jobs_that_slurm_does_not_requeue(cluster, repo, tmp_path, tiny):
     """Each task of the array has the time of MAX_DURATION."""
@@ -221,8 +208,12 @@ def test_a_chain_of_jobs_that_slurm_does_not_requeue(cluster, repo, tmp_path, ti
 def test_tasks_of_an_array_are_requeued_one_by_one(cluster, repo, tmp_path, tiny):
     words = ["--array=1-2", "--nodes=1", "--gres=gpu:1", LAUNCHERS[0]]
     runs = [tmp_path / "run1", tmp_path / "run2"]
-    job = started(cluster, repo, tmp_path / "run%a", tiny, *words, runs=runs)
-    facts = {}
+    options = [*tiny, "--epochs=2000", f"--checkpoint-dir={tmp_path}/run%a"]
+    code, text = cluster.on("login", "sbatch", "--parsable", *words, *options, cwd=repo)
+    assert code == 0, text
+    job, facts = text.strip(), {}
+    metrics = [run / "metrics.jsonl" for run in runs]
+    wait_until(lambda: all(file.exists() and file.stat().st_size > 1000 for file in metrics))
     # Slurm gives the id of the array itself to its last task.
     assert cluster.on("login", "scancel", "--batch", "--signal=USR1", f"{job}_2")[0] == 0
     deadline = time.monotonic() + 120
