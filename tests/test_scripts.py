@@ -6,10 +6,9 @@ import re
 import signal
 import subprocess
 import sys
-import zipfile
 
 import pytest
-from harness import REPO, copy_repository, load, running
+from harness import REPO, load, running
 
 SOURCED = ("common.sh", "site.sh")
 SHELL_SCRIPTS = sorted(
@@ -53,45 +52,6 @@ def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
                 break
         out, _ = stopped.communicate(timeout=60)
     assert stopped.returncode == 130 and "To continue" in out and "Next:" not in out, out
-
-
-def torch_index(directory, version: str) -> str:
-    """A package index with a torch and a torchvision of that version, which are empty."""
-    for name in ("torch", "torchvision"):
-        (directory / name).mkdir(parents=True)
-        file = f"{name}-{version}-py3-none-any.whl"
-        (directory / name / "index.html").write_text(f'<a href="{file}">{file}</a>')
-        with zipfile.ZipFile(directory / name / file, "w") as wheel:
-            info = f"{name}-{version}.dist-info"
-            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-            wheel.writestr(f"{info}/METADATA", metadata)
-            tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-            wheel.writestr(f"{info}/WHEEL", tags)
-            wheel.writestr(f"{info}/RECORD", "")
-    return directory.as_uri()
-
-
-@pytest.mark.long
-def test_torch_index_chooses_the_build_of_pytorch(tmp_path):
-    """With a real pip and small indexes of our own; download.pytorch.org has gigabytes."""
-    copy = copy_repository(tmp_path / "repo")
-    (copy / "requirements.txt").write_text("torch>=2.4  # comment\ntorchvision>=0.19\n")
-    only = {"VENV": tmp_path / "venv", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}
-    index = {v: torch_index(tmp_path / v, f"99.{n}+{v}") for n, v in enumerate(["cpu", "cu126"])}
-
-    def install(**env) -> str:
-        result = run(copy / "scripts/quickstart.sh", "--install-only", **only, **env)
-        assert result.returncode == 0, result.stderr
-        (info,) = (tmp_path / "venv").rglob("torch-*.dist-info")
-        return info.name.removeprefix("torch-").removesuffix(".dist-info")
-
-    assert install(TORCH_INDEX=index["cu126"]) == "99.1+cu126"
-    assert install(TORCH_INDEX=index["cpu"]) == "99.0+cpu"  # although it is older
-    assert install() == "99.0+cpu"
-    missing = run(copy / "scripts/quickstart.sh", **only, TORCH_INDEX="file:///absent")
-    assert missing.returncode == 2
-    text = "quickstart.sh: error: pip could not install PyTorch from TORCH_INDEX=file:///absent: "
-    assert text in missing.stderr
 
 
 def test_quickstart_without_a_suitable_python(tmp_path):
@@ -175,16 +135,6 @@ def test_the_last_record_of_a_step_counts(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         print(json.dumps(again), json.dumps(again | {"step": 2}), sep="\n", file=file)
     assert script.Run(run).training_points("loss") == [(0, 3.0), (1, 2.5), (2, 2.5)]
-
-
-def test_runs_with_different_metrics_share_the_panels_they_both_have(tmp_path, drawn_panels):
-    one = write_run(tmp_path / "one", [{"loss": 1.0, "top_accuracy": 0.5}], [])
-    two = write_run(tmp_path / "two", [{"mse": 1.0, "loss": -1.0}], [{"test_mse": 2.0}])
-    assert drawn_panels(one, two) == {
-        "Loss": (["one training", "two training"], "linear"),  # a loss is below zero
-        "Top accuracy": (["one training"], "linear"),
-        "Mse": (["two training", "two test, last 2"], "linear"),
-    }
 
 
 def test_user_errors_of_the_plot_are_one_sentence(tmp_path):
