@@ -48,18 +48,6 @@ def test_speed_runs_all_contestants_on_two_ranks(tmp_path):
 
 
 @pytest.mark.long
-def test_speed_goes_on_after_a_contestant_that_fails(tmp_path, monkeypatch):
-    (tmp_path / "accelerate.py").write_text("raise ImportError('of a library')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = "--ranks 1 --rounds 1 --steps 20 --output= --only limit accelerate".split()
-    command = [sys.executable, REPO / "benchmarks/speed.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "ImportError: of a library" in done.stderr
-    assert re.search(r"^\| limit \| \d+ \| 1\.000 ", done.stdout, re.M), done.stdout
-    assert "\n| accelerate | failed | | | |\n" in done.stdout
-
-
-@pytest.mark.long
 def test_loader_is_compared_with_decoding_alone(tmp_path):
     out = run(tmp_path, "loader.py", *"--files 128 --rounds 1 --workers 0 1".split())
     assert re.search(r"^\| decoding alone, the limit \| \d+ \| 1\.000 ", out, re.M), out
