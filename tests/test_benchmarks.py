@@ -39,15 +39,6 @@ def run(tmp_path, script: str, *words: str) -> str:
 
 
 @pytest.mark.long
-def test_speed_compares_with_the_limit(tmp_path):
-    words = "--ranks 1 --rounds 1 --steps 40 --only limit ours bare"
-    out = run(tmp_path, "speed.py", *words.split())
-    assert re.search(r"^\| limit \| \d+ \| 1\.000 ", out, re.M), out
-    assert re.findall(r"^\| (ours|bare) \| \d+ \| \d\.\d{3} ", out, re.M) == ["ours", "bare"], out
-    assert (tmp_path / "speed.png").stat().st_size > 5000
-
-
-@pytest.mark.long
 def test_speed_runs_all_contestants_on_two_ranks(tmp_path):
     out = run(tmp_path, "speed.py", *"--ranks 2 --rounds 1 --steps 40".split())
     names = re.findall(r"^\| (\S+) \| \d+ ", out, re.M)
@@ -57,43 +48,10 @@ def test_speed_runs_all_contestants_on_two_ranks(tmp_path):
 
 
 @pytest.mark.long
-def test_speed_takes_other_networks_and_data(tmp_path):
-    words = "--ranks 1 --rounds 1 --steps 20 --model resnet18 --dataset synthetic --size 32"
-    words += " --batch 2 --only limit ours template"
-    out = run(tmp_path, "speed.py", *words.split())
-    assert re.findall(r"^\| (\w+) \| \d+ ", out, re.M) == ["limit", "ours", "template"]
-
-
-@pytest.mark.long
-def test_speed_goes_on_after_a_contestant_that_fails(tmp_path, monkeypatch):
-    (tmp_path / "accelerate.py").write_text("raise ImportError('of a library')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = "--ranks 1 --rounds 1 --steps 20 --output= --only limit accelerate".split()
-    command = [sys.executable, REPO / "benchmarks/speed.py", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "ImportError: of a library" in done.stderr
-    assert re.search(r"^\| limit \| \d+ \| 1\.000 ", done.stdout, re.M), done.stdout
-    assert "\n| accelerate | failed | | | |\n" in done.stdout
-
-
-@pytest.mark.long
 def test_loader_is_compared_with_decoding_alone(tmp_path):
     out = run(tmp_path, "loader.py", *"--files 128 --rounds 1 --workers 0 1".split())
     assert re.search(r"^\| decoding alone, the limit \| \d+ \| 1\.000 ", out, re.M), out
     assert re.search(r"^\| ours, 1 workers \| \d+ \| \d\.\d{3} ", out, re.M), out
-
-
-@pytest.mark.long
-def test_the_loader_benchmark_names_a_file_that_cannot_be_read(tmp_path):
-    loader = load(REPO / "benchmarks/loader.py")
-    files = max(4, loader.CORES)
-    loader.make_files(tmp_path, files)
-    bad = tmp_path / "train/class_1/3_0.jpg"
-    bad.write_bytes(bad.read_bytes()[:5000])
-    words = ["benchmarks/loader.py", f"--data-dir={tmp_path}", f"--files={files}"]
-    result = subprocess.run([sys.executable, *words], cwd=REPO, capture_output=True, text=True)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert result.stderr.startswith(f"loader.py: error: cannot read {bad}: "), result.stderr
 
 
 @pytest.mark.long
@@ -143,14 +101,6 @@ def test_on_gpu_goes_on_after_a_part_that_fails_or_cannot_be_measured(tmp_path):
     assert "images, 8 rank(s) | not measured (needs 8 GPUs) |" in report
     assert re.search(r"^\| The machine \| measured in \d+ s \|$", report, re.M), report
     assert "unrecognized arguments: --absent" in (tmp_path / "report.md.log").read_text()
-
-
-@pytest.mark.long
-def test_on_gpu_without_a_gpu_is_a_user_error():
-    env = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(ON_GPU[:1], capture_output=True, text=True, env=env)
-    text = "on_gpu.sh: error: PyTorch finds no GPU here; --cpu is a rehearsal without one\n"
-    assert (done.returncode, done.stderr) == (2, text)
 
 
 @pytest.mark.long

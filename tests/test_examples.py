@@ -179,8 +179,8 @@ def test_an_example_starts_from_any_directory(tmp_path):
     assert result.returncode == 0 and "--checkpoint-dir" in result.stdout, result.stderr
 
 
-# With a state, an optimizer or data of their own; the others with --long.
-RESUMED = ["ema", "muon", "tar_shards"]
+# With a state or data of their own; the others with --long.
+RESUMED = ["ema", "tar_shards"]
 OTHERS = [name for name in NAMES if name not in [*RESUMED, "sync_batchnorm"]]
 OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in OTHERS]
 

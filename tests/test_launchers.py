@@ -127,14 +127,6 @@ def test_sigquit_prints_the_stacks_of_all_ranks_and_they_go_on(tmp_path, node):
     assert saved(tmp_path) == ["saved0", "saved1"]
 
 
-def test_sigquit_through_supervise_prints_the_stacks(tmp_path, node):
-    node = node(1, "scripts/supervise.py", GUARD="1")
-    node.process.send_signal(signal.SIGQUIT)
-    node.wait_for('slow_to_save.py", line', 2)
-    node.process.send_signal(signal.SIGINT)
-    node.wait_for("press Ctrl-C again")
-
-
 def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):
     node = node(999, "scripts/supervise.py")
     node.process.send_signal(signal.SIGINT)
@@ -145,15 +137,13 @@ def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):
     assert not node.members() and not saved(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "host", ["-oProxyCommand=touch canary", "$(touch canary)", "a;touch canary"]
-)
-def test_a_host_name_is_not_executed(tmp_path, host):
+def test_a_host_name_is_not_executed(tmp_path):
     copy = copy_repository(tmp_path / "repo")
-    command = ["scripts/ssh/launch_torchrun_auto.sh", "configs/default_config.yaml", "2", "a", host]
-    result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-    assert result.returncode in (2, 255) and "Traceback" not in result.stderr  # 255: no host "a"
-    assert not list(copy.rglob("canary"))
+    for host in ("-oProxyCommand=touch canary", "$(touch canary)", "a;touch canary"):
+        command = [SSH, CONFIG, "2", "a", host]
+        result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        assert result.returncode in (2, 255) and "Traceback" not in result.stderr
+        assert not list(copy.rglob("canary"))
 
 
 def test_a_login_host_without_ssh_is_reported(tmp_path):
@@ -168,28 +158,16 @@ def test_a_login_host_without_ssh_is_reported(tmp_path):
         assert len(result.stderr.splitlines()) == 1
 
 
-LOCAL_LAUNCHERS = {
-    "scripts/quickstart.sh": [],
-    "scripts/cluster_train.sh": [],
-    "scripts/ssh/launch_singlenode.sh": ["configs/default_config.yaml", "2"],
-    "scripts/ssh/launch_torchrun_auto.sh": ["configs/default_config.yaml", "2", "a"],
-    "scripts/ssh/launch_pdsh_multinode.sh": ["configs/default_config.yaml", "2", "a,b"],
-}
-
-
-@pytest.mark.parametrize("old", ["uname"] + ["bash"] * ("OLD_BASH" in os.environ))
-@pytest.mark.parametrize("launcher", LOCAL_LAUNCHERS)
-def test_macos_and_an_old_bash_are_reported_in_one_sentence(tmp_path, launcher, old):
-    """macOS is a stand-in for uname. OLD_BASH is the path of a real bash 3.2, if there is one."""
-    if old == "uname":
-        write_program(tmp_path / "uname", "echo Darwin")
-    else:
-        (tmp_path / "bash").symlink_to(os.environ["OLD_BASH"])
+@pytest.mark.parametrize(
+    "command",
+    [["scripts/quickstart.sh"], ["scripts/cluster_train.sh"], [SSH, CONFIG, "2", "a"]],
+)
+def test_macos_is_reported_in_one_sentence(tmp_path, command):
+    """A stand-in for uname."""
+    write_program(tmp_path / "uname", "echo Darwin")
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
-    command = [launcher, *LOCAL_LAUNCHERS[launcher]]
     result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
-    text = "this needs Linux and bash 4.4 or newer, not "
-    text += "Darwin and bash 5" if old == "uname" else "Linux and bash 3.2"
+    text = "this needs Linux and bash 4.4 or newer, not Darwin and bash 5"
     assert result.returncode == 2 and text in result.stderr and result.stderr.count("\n") == 1
     assert not (tmp_path / "venv").exists()
 
@@ -242,22 +220,15 @@ def test_dry_run_prints_the_command_outside_a_job(script, expected):
     assert text.startswith(f"$ {expected}") and text.endswith(" --lr=0.1\n"), text
 
 
-def test_dry_run_in_a_container_only_prints():
-    inside = {"APPTAINER_IMAGE": "absent.sif", "DRY_RUN": "1", "PYTHON": sys.executable}
+def test_dry_run_prints_the_command_in_a_container():
+    inside = {"APPTAINER_IMAGE": "/my image.sif", "DRY_RUN": "1", "PYTHON": sys.executable}
     result = subprocess.run(
         ["scripts/cluster_train.sh"], cwd=REPO, env=os.environ | inside, capture_output=True
     )
     text = result.stdout.decode()
-    assert " absent.sif python3 -m torch.distributed.run " in text, result.stderr
+    start = "$ apptainer exec --nv --bind {} /my\\ image.sif python3 -m torch.distributed.run "
+    assert text.startswith(start.format(shlex.quote(str(REPO)))), text
     assert "--nproc-per-node gpu" in text
-
-
-@pytest.mark.parametrize(("ranks", "code"), [("999", 0), ("1000", 2), ("9" * 22, 2)])
-def test_an_absurd_number_of_ranks_is_refused(ranks, code):
-    launcher = "scripts/ssh/launch_singlenode.sh"
-    found, text = dry_run(launcher, "configs/default_config.yaml", ranks)
-    assert found == code, text
-    assert code == 0 or f"NPROC_PER_NODE is '{ranks}', not 1 to 999" in text
 
 
 @pytest.fixture
@@ -318,32 +289,17 @@ def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
     assert "cluster_train_20261126_120000_18_node0.log" in logs
 
 
-def test_a_python_that_prints_when_it_starts_does_not_disturb_the_launch(tmp_path):
-    """A wrapper that loads an environment, and a sitecustomize.py."""
+def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
+    """A Python that prints when it starts, a script elsewhere, and what changes bash and Python."""
     python = write_program(tmp_path / "python", f'echo loading; exec {sys.executable} "$@"')
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
-    (tmp_path / "my_train.py").write_text("print('the script ran')\n")
-    env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(tmp_path / "my_train.py"), "GUARD": "0"})
-    assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
-
-
-@pytest.mark.parametrize("name", ["POSIXLY_CORRECT", "PYTHONSAFEPATH", "CDPATH"])
-def test_variables_that_change_bash_and_python_do_not_disturb_the_launch(tmp_path, name):
-    (tmp_path / "scripts").mkdir()  # `cd scripts` would go there
+    (tmp_path / "scripts").mkdir()  # with CDPATH, `cd scripts` would go there
     script = tmp_path / "my_train.py"
-    script.write_text("print('the script ran')\n")
-    env = {name: str(tmp_path), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
+    script.write_text("import train_distributed\nprint('the script ran')\n")
+    env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    env |= dict.fromkeys(("POSIXLY_CORRECT", "PYTHONSAFEPATH", "CDPATH"), str(tmp_path))
     result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script), "GUARD": "0"})
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
-
-
-def test_a_script_elsewhere_may_import_the_trainer(tmp_path):
-    script = tmp_path / "my_train.py"
-    script.write_text("import train_distributed\nprint('it is there')\n")
-    env = {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path), "GUARD": "0"}
-    result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script)})
-    assert result.returncode == 0 and "it is there\n" in result.stdout, result.stdout
 
 
 ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
@@ -353,21 +309,11 @@ ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argu
 def test_after_two_dashes_a_script_or_a_module_gets_its_own_arguments(tmp_path, launcher):
     script = tmp_path / "my_train.py"
     script.write_text(ARGPARSE + "parser.add_argument('--config')\n")
-    for name, words in {
-        str(script): [str(script)],
-        "-m package.train": ["-m", "package.train"],
-    }.items():
+    for name in (str(script), "-m package.train"):
         env = {"TRAIN_SCRIPT": name, "DRY_RUN": "1", "PYTHON": sys.executable, "BACKEND": "gloo"}
         command = ["bash", launcher, "--", "fit", "lr=0.5"]
-        result = subprocess.run(
-            command, cwd=REPO, env=os.environ | env, capture_output=True, text=True
-        )
-        assert shlex.split(result.stdout)[-3 - len(words) :] == [
-            "scripts/guard.py",
-            *words,
-            "fit",
-            "lr=0.5",
-        ]
+        result = subprocess.run(command, cwd=REPO, env=os.environ | env, stdout=subprocess.PIPE)
+        assert result.stdout.decode().endswith(f" scripts/guard.py {name} fit lr=0.5\n")
 
 
 @pytest.mark.parametrize(
@@ -399,12 +345,7 @@ def test_the_node_list_of_a_job_that_has_ended_is_one_error(tmp_path):
 
 
 # What a rank of another job, number 16, has in its environment.
-OF_ANOTHER_JOB = {
-    "ATTEMPT": "1",
-    "ATTEMPT_ID": "16.1",
-    "DEADLINE": "9",
-    "STATUS_FILE": "/16/status",
-}
+OF_ANOTHER_JOB = {"ATTEMPT": "1", "ATTEMPT_ID": "16.1", "DEADLINE": "9", "STATUS_FILE": "/16/s"}
 OF_ANOTHER_JOB |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29416", "MASTER_ADDR": "n16"}
 OF_ANOTHER_JOB |= {"TORCHELASTIC_RUN_ID": "none", "FAILURE_FILE": "/16/failure"}
 
@@ -520,6 +461,7 @@ raise SystemExit(1)
 """
 
 
+@pytest.mark.long
 def test_a_process_of_another_job_that_is_killed_for_its_memory_is_not_the_cause(
     tmp_path, memory_cgroup
 ):
@@ -543,8 +485,6 @@ def test_the_last_line_after_an_error_is_the_error(tmp_path):
     result = run_cluster_train(env | {"GUARD": "0", "TMPDIR": str(tmp_path)})
     last = f"cluster_train.sh: error: rank 0 on {os.uname().nodename}: no --data-dir"
     assert result.returncode == 1 and result.stdout.splitlines()[-1] == last
-    script.write_text("pass\n")
-    assert "error" not in run_cluster_train(env).stdout
     assert not list(tmp_path.glob("tmp*"))
 
 
@@ -569,37 +509,6 @@ def run_cluster_train(env) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPO, env=os.environ | env, **pipes)
 
 
-def test_ranks_run_in_a_container(tmp_path):
-    """With a stand-in for Apptainer, which is in no package registry."""
-    apptainer, script = tmp_path / "apptainer", tmp_path / "my_train.py"
-    words = '"$1 $2 $3 $4 $5 $6" == "exec --nv --bind $PWD /shared/my image.sif python3"'
-    apptainer.write_text(f'#!/bin/bash\n[[ {words} ]] && exec {sys.executable} "${{@:7}}"\n')
-    apptainer.chmod(0o755)
-    script.write_text("import os\nos.write(1, f\"rank {os.environ['RANK']}\\n\".encode())\n")
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "APPTAINER_IMAGE": "/shared/my image.sif"}
-    env |= {"TRAIN_SCRIPT": str(script), "GUARD": "0", "LOG_DIR": str(tmp_path)}
-    command = [REPO / "scripts/ssh/launch_singlenode.sh", "configs/default_config.yaml", "2"]
-    result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert {"rank 0", "rank 1"} < {*result.stdout.splitlines()}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "asks"),
-    [(["2", "1", "n01"], False), (["1", "0"], True)],
-)
-def test_the_hosts_of_the_job_are_only_looked_up_if_the_arguments_do_not_name_them(
-    tmp_path, arguments, asks
-):
-    python = write_program(
-        tmp_path / "python", f'echo "$@" >>{tmp_path}/calls; exec {sys.executable} "$@"'
-    )
-    env = os.environ | {"PYTHON": str(python), "DRY_RUN": "1"}
-    command = ["scripts/cluster_train.sh", "configs/default_config.yaml", *arguments]
-    subprocess.run(command, cwd=REPO, env=env, check=True, capture_output=True)
-    assert ("scripts/guard.py --hosts" in (tmp_path / "calls").read_text()) == asks
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -611,6 +520,7 @@ def test_the_hosts_of_the_job_are_only_looked_up_if_the_arguments_do_not_name_th
         ([SSH, CONFIG, "2", "node01;id"], "'node01;id' is not a host name"),
         (["scripts/ssh/launch_singlenode.sh", "--epochs", "3"], "the arguments are CONFIG GPUS "),
         (["scripts/ssh/launch_singlenode.sh", CONFIG, "two"], "'two' is not a number of GPUs"),
+        (["scripts/ssh/launch_singlenode.sh", CONFIG, "1025"], "more than 1024 ranks on a node"),
         (["scripts/test_distributed.sh", "two"], "'two' is not a number of processes"),
         ([HAND, CONFIG, "2", "2", "2", "a"], "0 to 1, not 2"),
         ([HAND, CONFIG, "2", "2", "1"], "the arguments are CONFIG "),

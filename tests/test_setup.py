@@ -6,22 +6,15 @@ import sys
 
 import pytest
 import torch
-from harness import PLAIN, REPO, TORCHRUN, run_ranks, train
+from harness import PLAIN, REPO, run_ranks, train
 
 from train_distributed import parse_config, setup_distributed, use_slurm_variables
 
 # As printed by `env` under Slurm 22.05 with two nodes.
 BATCH_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_NODEID": "0"}
-STEP = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "node[01-02]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}
+STEP = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "2"}
+STEP |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+STEP |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[01-02]"}
 ONE_TASK = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 RANK_OF_TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN_IN_A_STEP = STEP | RANK_OF_TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
@@ -131,11 +124,10 @@ def test_a_copy_of_the_trainer_alone_trains_without_torchvision(tmp_path):
     (tmp_path / "torchvision.py").write_text("raise ImportError('not installed')")
     (tmp_path / "my_train.py").write_bytes((REPO / "train_distributed.py").read_bytes())
     (tmp_path / "noise.py").write_text(NOISE)
-    command = [*TORCHRUN, "noise.py", "--epochs=1", "--eval-every-steps=1"]
+    command = [sys.executable, "noise.py", "--epochs=1", "--eval-every-steps=1"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr
-    assert "Starting distributed training on 2 processes (2 per node)\n" in result.stdout
     assert (tmp_path / "checkpoints" / "checkpoint_epoch_1.pt").exists()
     metrics = (tmp_path / "checkpoints" / "metrics.jsonl").read_text()
     assert "evaluation" not in metrics  # there is no test set

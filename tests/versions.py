@@ -33,8 +33,7 @@ FEATURES = {  # feature: tests, by the beginnings of their names
         test_options.py::test_options_train_and_resume_bitwise[--amp=bf16]""",
     "`--activation-checkpointing`": "test_options.py::test_activation",
     "Image files, read by workers": """test_data.py::test_image_files_resume
-        faults/test_kills.py::test_loader faults/test_stop.py::test_loader
-        faults/test_hang.py::test_a_crash_ends""",
+        faults/test_stop.py::test_loader faults/test_hang.py::test_a_crash_ends""",
     "stop signals, run lock": """faults/test_stop.py::test_a_signal_to_any_rank
         test_checkpoints.py::test_a_second_process""",
     "examples": "test_examples.py::",

@@ -7,14 +7,14 @@ the child of a shell; PBS_NODEFILE names a host once per slot and exists on the 
 OMP_NUM_THREADS is NCPUS; the umask is 077 without -W umask. pbsdsh -n SLOT starts a process on the
 host of that slot, in a session of its own, with nothing of the caller's environment, and exits with
 0 whatever the process does. Signals go to the sessions of the script and of pbsdsh's processes, and
-to nothing outside of them: qdel and the end of the walltime send SIGTERM, and SIGKILL after
-kill_delay; either kills the shell above the script. `qdel -W force` sends SIGKILL at once. When
-the shell ends, the sessions get SIGKILL, too; after qdel only when they are empty.
+to nothing outside of them: qdel and the end of the walltime send SIGTERM, and SIGKILL after 30 s;
+either kills the shell above the script. When the shell ends, the sessions get SIGKILL, too; after
+qdel only when they are empty.
 
     pbs.py qsub HOST[,HOST...] SLOTS [-W ...] [-l walltime=...] [-v NAME=VALUE,...] SCRIPT
     pbsdsh -n SLOT -- PROGRAM [ARGUMENT ...]
 
-SIGTERM to the qsub process is qdel, SIGUSR1 is qdel -W force. KILL_DELAY is in its environment.
+SIGTERM to the qsub process is qdel.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 NCPUS = "64"
+KILL_DELAY = 30  # seconds from SIGTERM to SIGKILL
 
 
 def start(host: str, env: dict[str, str], umask: int, command: list, **io) -> subprocess.Popen:
@@ -69,10 +70,9 @@ def qsub(hosts: str, slots: str, *words: str) -> int:
     options = parser.parse_args([*directives, *words])
     attributes = dict(word.split("=", 1) for word in options.W + options.l)
     variables = dict(word.split("=", 1) for text in options.v for word in text.split(","))
-    job, delay = f"{os.getpid()}.server", float(os.environ.get("KILL_DELAY", 10))
+    job = f"{os.getpid()}.server"
     first, received = hosts.split(",")[0], []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: received.append(number))
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     with tempfile.TemporaryDirectory() as directory:
         tasks, spool = Path(directory, "tasks"), Path(directory, f"{job}.SC")
         tasks.mkdir()
@@ -115,9 +115,9 @@ def qsub(hosts: str, slots: str, *words: str) -> int:
             (tasks / str(shell.pid)).touch()
             while shell.poll() is None and not received:
                 time.sleep(0.1)
-            if shell.poll() is None and signal.SIGUSR1 not in received:
+            if shell.poll() is None:
                 signal_sessions(tasks, signal.SIGTERM)
-                kill_at = time.time() + delay
+                kill_at = time.time() + KILL_DELAY
                 while time.time() < kill_at and signal_sessions(tasks, 0):
                     time.sleep(0.1)
             signal_sessions(tasks, signal.SIGKILL)

@@ -57,6 +57,7 @@ def test_a_healthy_cluster_gets_no_warning(cluster, repo, tmp_path):
     assert re.search(f"(?m)^OK   all_reduce +{speed}$", text), text
 
 
+@pytest.mark.long
 def test_many_faults_of_one_node_are_reported_together(cluster, repo, tmp_path, inject):
     """node02 has another PyTorch, another trainer, its own run directory and a tiny /dev/shm.
 

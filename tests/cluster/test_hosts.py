@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import wait_until
 from hosts import HERE
 
@@ -21,6 +22,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.long
 def test_a_cluster_ends_with_the_process_that_started_it(cluster):
     """As when the tests are killed."""
     directory = Path(f"/tmp/owned-{os.getpid()}")

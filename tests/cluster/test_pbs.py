@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-from harness import SLOW_TO_SAVE
 from hosts import HERE, probed, wait_until
 
 SCRIPT = "scripts/pbs/pbs_train.sh"
@@ -46,6 +45,7 @@ def test_each_node_is_started_once_with_the_arguments_and_the_environment(qsub, 
     assert began - 1 < float(records[0]["deadline"]) - 3610 < time.time()
 
 
+@pytest.mark.long
 def test_a_node_that_fails_is_named_and_ends_the_job(qsub, cluster, repo, tmp_path, options):
     hide = ["mount", "-t", "tmpfs", "tmpfs", repo / "configs"]
     assert cluster.on("node02", *hide)[0] == 0
@@ -60,35 +60,6 @@ def test_a_node_that_fails_is_named_and_ends_the_job(qsub, cluster, repo, tmp_pa
     assert "supervise.py: error: configuration: node02: there is no config" in text
 
 
-ALONE = """
-import os, pathlib, signal, sys, time
-here = pathlib.Path(sys.argv[-1][5:])
-if os.environ["RANK"] == "1":
-    time.sleep(2)
-    sys.exit(3)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for path in here.glob("[0-9]*"):
-    line = pathlib.Path(f"/proc/{path.name}/cmdline")
-    if line.exists() and line.read_bytes():
-        (here / "overlap").touch()
-(here / str(os.getpid())).touch()
-time.sleep(1000)
-"""
-
-
-@pytest.mark.long
-def test_ranks_that_wait_for_a_failed_one_are_gone_before_the_next_attempt(qsub, repo, tmp_path):
-    script, pids = tmp_path / "alone.py", tmp_path / "pids"
-    script.write_text(ALONE)
-    pids.mkdir()
-    env = {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "1", "MAX_RESTARTS": "1"}
-    arguments = f"configs/default_config.yaml --to={pids}"
-    code, text = qsub(["node01", "node02"], 1, repo / SCRIPT, ARGS=arguments, **env)
-    assert code == 1 and "launch.py: error: node02 failed (exit code " in text
-    names = sorted(path.name for path in pids.iterdir())
-    assert len(names) == 2 and "overlap" not in names, text  # attempts
-
-
 STAYS = """
 import os, time
 line = f"attempt {os.environ['ATTEMPT']} rank {os.environ['RANK']}\\n"
@@ -97,7 +68,13 @@ time.sleep(1000 if os.environ["ATTEMPT"] == "1" else 0)
 """
 
 
-@pytest.mark.parametrize("victim", [r"^\S+ \S+launch.py --pbs", r"(?s)^bash -c .* connect 2 1 "])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        r"^\S+ \S+launch.py --pbs",
+        pytest.param(r"(?s)^bash -c .* connect 2 1 ", marks=pytest.mark.long),
+    ],
+)
 def test_after_a_kill_of_the_launcher_nothing_is_left_and_the_next_attempt_runs(
     start_job, cluster, repo, tmp_path, victim
 ):
@@ -141,29 +118,12 @@ def test_sigquit_prints_the_stacks_and_qdel_lets_the_ranks_save(
 def start_job(cluster, repo):
     """start_job(NAME=VALUE ...): the process of qsub."""
 
-    def start_job(kill_delay=30, **env):
+    def start_job(**env):
         variables = ",".join(f"{k}={v}" for k, v in ({"PYTHON": sys.executable} | env).items())
         pbs = [sys.executable, HERE / "pbs.py", "qsub", "node01,node02", "2"]
-        words = ["-v", variables, SCRIPT]
-        return cluster.start("login", *pbs, *words, cwd=repo, KILL_DELAY=str(kill_delay))
+        return cluster.start("login", *pbs, "-v", variables, SCRIPT, cwd=repo)
 
     return start_job
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_save_that_takes_too_long_ends_with_the_job(start_job, cluster, repo, tmp_path, number):
-    """qdel with a kill_delay that is too short, and qdel -W force."""
-    (script := tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
-    env = {"TRAIN_SCRIPT": str(script), "GUARD": "0", "SAVE_SECONDS": "60"}
-    arguments = f"configs/default_config.yaml --to={tmp_path}"
-    job = start_job(kill_delay=2, NPROC_PER_NODE="1", ARGS=arguments, **env)
-    output = repo / f"train.o{job.pid}"
-    wait_until(lambda: output.exists() and output.read_text().count("ready") == 2, job)
-    os.kill(job.pid, number)
-    job.communicate(timeout=300)
-    cluster.assert_nothing_left()
-    assert not list(tmp_path.glob("saved*"))
 
 
 def test_dry_run_and_the_wrong_place(qsub, cluster, repo, tmp_path):

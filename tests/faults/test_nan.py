@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import FAULT_IN_LOSS, assert_same_state, launch, train
+from harness import FAULT_IN_LOSS, assert_same_state, train
 
 # In step 4, the gradients of one rank overflow, although its loss is finite.
 OVERFLOW = FAULT_IN_LOSS.format(
@@ -19,14 +19,6 @@ def test_with_fp16_all_ranks_skip_a_step_whose_gradient_overflows_on_one_rank(tm
     assert fourth["scaler"]["scale"] == third["scaler"]["scale"] / 2
     for name, weight in fifth["model"].items():
         assert weight.isfinite().all() and not torch.equal(weight, fourth["model"][name])
-
-
-def test_a_learning_rate_that_explodes_is_named_and_no_good_checkpoint_is_lost(tmp_path, tiny):
-    train(tmp_path / "run", 2, *tiny, "--epochs=1")
-    run = launch(tmp_path / "run", 2, *tiny, "--epochs=50", "--lr=1e18", "--warmup-epochs=0")
-    assert run.codes[0] == 2 and "lower --lr" in run.err[0] and "Traceback" not in run.err[0]
-    assert run.checkpoints() == {"checkpoint_epoch_1"}
-    assert all(v.isfinite().all() for v in run.checkpoint("checkpoint_epoch_1")["model"].values())
 
 
 MASKED_MODEL = """if True:

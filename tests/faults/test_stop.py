@@ -35,7 +35,9 @@ from harness import (
 
 import train_distributed
 
-SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
+long = pytest.mark.long
+SIGNALS = ["SIGTERM", "SIGUSR1"]
+SIGNALS += [pytest.param(name, marks=long) for name in ("SIGINT", "SIGUSR2", "SIGHUP")]
 
 
 @pytest.mark.parametrize("trial", range(20 if LONG else 1))
@@ -132,7 +134,9 @@ def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
         assert ("time limit" in requests.poll(0)) == expected
 
 
-@pytest.mark.parametrize("way", ["Ctrl-C beside a tee", "a closed terminal"])
+@pytest.mark.parametrize(
+    "way", ["Ctrl-C beside a tee", pytest.param("a closed terminal", marks=long)]
+)
 def test_it_saves_even_if_its_output_is_closed(tmp_path, tiny, way):
     terminal, other_end = pty.openpty() if way == "a closed terminal" else os.pipe()
     command = [*TORCHRUN, PLAIN[-1], *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"]
@@ -154,7 +158,7 @@ def test_it_saves_even_if_its_output_is_closed(tmp_path, tiny, way):
     assert saved["state"]["step"] == status["global_step"]
 
 
-@pytest.mark.long
+@long
 def test_a_full_disk_under_the_log_does_not_stop_training(tmp_path, tiny):
     with open("/dev/full", "w") as full:
         command = [*PLAIN, *tiny, "--epochs=1", f"--checkpoint-dir={tmp_path}"]
@@ -162,6 +166,7 @@ def test_a_full_disk_under_the_log_does_not_stop_training(tmp_path, tiny):
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
 
+@long
 def test_nohup_keeps_a_closed_terminal_from_stopping_it(tmp_path, tiny):
     command = [*PLAIN, *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"]
     with running(["nohup", *command], cwd=REPO, stdout=subprocess.DEVNULL) as process:
@@ -174,14 +179,8 @@ def test_nohup_keeps_a_closed_terminal_from_stopping_it(tmp_path, tiny):
 
 
 def test_loader_workers_survive_a_signal_to_the_whole_process_group(tmp_path, images):
-    command = [sys.executable, REPO / "tests/tasks.py", f"--data-dir={images}"]
-    command += [
-        "--image-size=32",
-        "--batch-size=4",
-        "--num-workers=2",
-        "--log-every-steps=1",
-        "--epochs=50000",
-    ]
+    command = [sys.executable, REPO / "tests/tasks.py", f"--data-dir={images}", "--image-size=32"]
+    command += ["--batch-size=4", "--num-workers=2", "--log-every-steps=1", FOREVER]
     command += [f"--checkpoint-dir={tmp_path / 'run'}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
