@@ -39,6 +39,22 @@ NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"
 DRY_RUN="${DRY_RUN:-}"
 
+# gpus_per_node: prints the number of GPUs that a step gets on each node. With --exclusive, that is what the
+# job requested, not all GPUs. SLURM_GPUS_PER_NODE does not reflect --gres on the command line.
+gpus_per_node() {
+  local job="$SLURM_JOB_ID" numbers
+  [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" # else all tasks
+  job="$(scontrol show job --details "$job")"
+  if [[ "$job" =~ TresPerNode=[^[:space:]]*gpu(:[^:,[:space:]]+)?:([0-9]+) ]]; then
+    echo "${BASH_REMATCH[2]}"
+    return
+  fi
+  mapfile -t numbers < <(sed -nE 's/.* GRES=gpu(:[^:(]+)?:([0-9]+)\(.*/\2/p' <<<"$job" | sort -nu)
+  ((${#numbers[@]} < 2)) || fail "the nodes have different numbers of GPUs (${numbers[*]}): use" \
+    "run_distributed.slurm, or sbatch --gpus-per-node"
+  echo "${numbers[0]:-1}"
+}
+
 cd "${REPO_ROOT:-$PWD}" || exit # Slurm starts a job in the submission directory
 if [[ ! -f train_distributed.py ]]; then
   echo "slurm_train_multinode.sh: error: no train_distributed.py in $PWD: submit from the repository, or set REPO_ROOT" >&2
@@ -57,14 +73,8 @@ set_program "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
 # it to them, or to those near its GPU. A task sees all GPUs of its node and uses that of its local rank:
 # with only one visible, NVLink would be lost.
 ranks="$NPROC_PER_NODE"
-if [[ -z "$ranks" && -n "${SLURM_JOB_ID:-}" ]]; then # with --exclusive, a step has fewer GPUs than the job
-  step=(srun --overlap --export=ALL --ntasks-per-node=1)
-  mapfile -t gpus < <("${step[@]}" env </dev/null | sed -n 's/^SLURM_GPUS_ON_NODE=//p' | sort -nu)
-  ((${#gpus[@]} < 2)) || fail "the nodes have different numbers of GPUs (${gpus[*]}): use" \
-    "run_distributed.slurm, or sbatch --gpus-per-node"
-  ranks="${gpus[0]:-}"
-fi
-ranks="${ranks:-1}"
+[[ -n "$ranks" || -z "${SLURM_JOB_ID:-}" ]] || ranks="$(gpus_per_node)"
+((ranks > 0)) || ranks=1
 cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | sed -n 1p)" # 64(x2),32
 [[ -n "${SLURM_OVERCOMMIT:-}$DRY_RUN" || "$cores" -ge "$ranks" ]] || fail "the job has too few cores on a node" \
   "($cores) for $ranks ranks: request --ntasks-per-node=$ranks, or --overcommit"

@@ -559,7 +559,7 @@ def report_gpu(rank: int) -> None:
     """
     for finding in node_check.attempt(node_check.gpus):
         if finding.level == "FAIL" or LOST_GPU.search(finding.observed):
-            text = f"a GPU of {HOST} has failed (nvidia-smi: {finding.observed})"
+            text = f"defective GPU on {HOST}: {finding.observed}"
             say(f"guard.py: {text}")
             write_event("gpu_failed", text, ranks=[rank], host=HOST)
             return

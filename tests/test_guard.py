@@ -1276,7 +1276,7 @@ UNKNOWN = {"ecc.errors.uncorrected.volatile.total": "[N/A]"}
 @pytest.mark.parametrize(
     ("error", "facts", "fails", "fault"),
     [
-        (ECC_ERROR, ECC, "", "GPU 1 has 2 uncorrected memory errors"),
+        (ECC_ERROR, ECC, "", "GPU 1 has failed (2 uncorrected memory errors)"),
         (OTHER_ERROR, RESET, "", "GPU 1 has failed ([GPU requires reset])"),
         (OTHER_ERROR, {}, XID_79, XID_79),
         # No evidence: the script's own fault, or something that the driver does not know.
@@ -1294,6 +1294,7 @@ def test_after_a_cuda_error_a_fault_of_a_gpu_is_reported(
     events = tmp_path / "events"
     monkeypatch.setenv("EVENTS_FILE", str(events))
     monkeypatch.setenv("PATH", nvidia_smi(tmp_path, [gpu(0), gpu(1, **facts)], fails=fails))
+    monkeypatch.setattr(guard.node_check.report, "has_gpu", lambda: True)
     guard.report_error(RuntimeError(error), 3, None)
     assert (fault in capsys.readouterr().err) and events.exists() == bool(fault)
     if fault:
@@ -1305,6 +1306,7 @@ def test_after_a_cuda_error_a_fault_of_a_gpu_is_reported(
 def test_a_driver_that_does_not_answer_is_no_evidence(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", nvidia_smi(tmp_path, 1, hangs=True))
     monkeypatch.setattr(guard.node_check, "SMI_SECONDS", 0.2)
+    monkeypatch.setattr(guard.node_check.report, "has_gpu", lambda: True)
     guard.report_error(RuntimeError(ECC_ERROR), 3, None)
     assert "has failed" not in capsys.readouterr().err
 
