@@ -40,6 +40,35 @@ NOT_HERE = {
 if not LONG:
     NOT_HERE["quickstart.sh"] = ".ci/run begins with it"
     NOT_HERE["runs/one|runs/two"] = "other tests run the same every day"
+# Commands of the other pages: where they run, or why they do not.
+COMMANDS = {
+    r"^salloc|^bash run_distr|^srun --cpus-per-task=8": "tests/cluster/test_slurm.py",
+    r"^sbatch --array|^scancel|NNODES=4 sbatch|^sbatch --time=10": "tests/cluster/test_slurm.py",
+    r"^sbatch --dependency": "waits for the end of another job, which is Slurm's work",
+    r"^qsub": "tests/cluster/test_pbs.py",
+    r"^scripts/supervise.py scripts/ssh|^NNODES=2": "tests/cluster/test_ssh.py",
+    r"^srun --jobid|^tmux|^ssh NODE": "for a terminal",
+    r"^srun .*bash -c 'hostname|^srun --label|^ssh HOST": "tests/cluster/test_guide.py",
+    r"^srun .*bash -c 'mkdir": "needs the data of a site",
+    r"^SHARE_GPU|^nvidia-smi|^benchmarks/on_gpu|^sbatch --gpus=2": "needs a GPU",
+    r"^conda|^CONDA_ENV|conda info": "tests/test_launchers.py, with a stand-in for conda",
+    r"^pip install|^TORCH_INDEX|import torchvision; ": "downloads packages or data",
+    r"^export": "sets a variable",
+    r"^git clone|^python train_distributed.py$|^tests/run.sh": "README.md has it, too",
+    r"^grep -o": "here",
+    r"^touch RUN_D|^cat RUN_D": "RUN_DIRECTORY is a placeholder; tests/faults/test_stop.py",
+    r"--evaluate runs/one": "tests/test_use_the_model.py",
+    r"my_train.py --my-option|sbatch --nodes=2": "an option of a task of your own",
+    r"own_script.py|runs/listed|runs/replay|--reproducible --epochs 1": "here",
+    r"examples/learning_rate.py": "tests/test_examples.py",
+    r"^scripts/supervise.py torchrun": "here, with own_script.py",
+    r"^TRAIN_SCRIPT=scripts/doctor.py": "tests/cluster/test_doctor.py",
+    r"^python scripts/doctor.py|^torchrun --s.*no-python": "here",
+    r"^grep -rn|^getent|^timeout|^hostname|^ss ": "here",
+    r"^NCCL_DEBUG=WARN": "here",
+    r"^NCCL_DEBUG=INFO": "the same as a job",
+    r"py-spy": "needs a package that stops other processes",
+}
 WARNINGS_ALLOWED = {"python scripts/doctor.py": 1}  # its exit code if it has found anything
 
 
@@ -113,6 +142,22 @@ def test_the_task_of_the_readme_learns(clone):
     out = run("python my_train.py --checkpoint-dir runs/readme", clone)
     accuracy = re.findall(r"test_accuracy ([\d.]+)", out)[-1]
     assert float(accuracy) > 0.9, out
+
+
+def test_each_command_of_the_pages_runs_or_has_a_reason():
+    """A reason that names a file of the tests, or "here", is where the command runs."""
+    unused = set(COMMANDS)
+    for page in PAGES:
+        if page.name in ("README.md", "AGENTS.md") and page.parent == REPO:
+            continue  # these run all others; see NOT_HERE and NOT_QUICK
+        for command in commands_of(page.read_text()):
+            known = [pattern for pattern in COMMANDS if re.search(pattern, command)]
+            assert known, f"{page.name}: {command}"
+            unused.difference_update(known)
+    assert not unused
+    for reason in COMMANDS.values():
+        for file in re.findall(r"tests/[\w/]+\.py", reason):
+            assert (REPO / file).exists(), file
 
 
 def test_the_best_of_a_sweep_is_found_as_the_guide_says(tmp_path):
