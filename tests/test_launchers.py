@@ -520,7 +520,10 @@ def run_cluster_train(env) -> subprocess.CompletedProcess:
         ([SSH, CONFIG, "2", "node01;id"], "'node01;id' is not a host name"),
         (["scripts/ssh/launch_singlenode.sh", "--epochs", "3"], "the arguments are CONFIG GPUS "),
         (["scripts/ssh/launch_singlenode.sh", CONFIG, "two"], "'two' is not a number of GPUs"),
-        (["scripts/ssh/launch_singlenode.sh", CONFIG, "1025"], "more than 1024 ranks on a node"),
+        (
+            ["scripts/ssh/launch_singlenode.sh", CONFIG, "1025"],
+            "NPROC_PER_NODE is '1025', not 1 to 999",
+        ),
         (["scripts/test_distributed.sh", "two"], "'two' is not a number of processes"),
         ([HAND, CONFIG, "2", "2", "2", "a"], "0 to 1, not 2"),
         ([HAND, CONFIG, "2", "2", "1"], "the arguments are CONFIG "),
