@@ -63,7 +63,11 @@ main() {
   LOG_LEVEL="${LOG_LEVEL^^}"
   [[ "$LOG_LEVEL" =~ ^(DEBUG|INFO|ERROR|CRITICAL)$ ]] || LOG_LEVEL=WARNING
   local launcher=(torch.distributed.run)
-  [[ "$LAUNCHER" != torch.distributed.launch ]] || launcher=("$LAUNCHER" --use-env)
+  case "$LAUNCHER" in
+    torch.distributed.run) ;;
+    torch.distributed.launch) launcher=("$LAUNCHER" --use-env) ;;
+    *) echo "cluster_train.sh: WARNING: LAUNCHER=$LAUNCHER is another program's, and is ignored" >&2 ;;
+  esac
   local given=() hosts=()
   while [[ $# -gt 0 && "$1" != -* ]]; do
     given+=("$1")
