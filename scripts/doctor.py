@@ -73,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def run_directory(request: str) -> str:
     """--checkpoint-dir or --save-dir of the training; request: of node_check.read_request()"""
-    found = re.findall(r"\b(?:checkpoint|save)[-_]dir[=:\s]+(?!null\b)(\S.*)", request)
+    found = re.findall(r"\b(?:checkpoint|save)[-_]dir(?:=|: *|\s)(?!null\b)(\S.*)", request)
     directory = found[-1].strip("\"' ") if found else "checkpoints"
     return os.path.expanduser(os.path.expandvars(directory))
 
@@ -98,12 +98,13 @@ def start_ranks(args) -> int:
     """Run the ranks of this node. Without torchrun: it waits for missing nodes. Returns 0 or 2."""
     command = [sys.executable, *sys.argv, "--nnodes=0"]
     processes = []
-    for local_rank in range(args.nproc_per_node):
+    per_node = args.nproc_per_node or 1
+    for local_rank in range(per_node):
         env = os.environ | {
-            "RANK": str(args.node_rank * args.nproc_per_node + local_rank),
+            "RANK": str(args.node_rank * per_node + local_rank),
             "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(args.nnodes * args.nproc_per_node),
-            "LOCAL_WORLD_SIZE": str(args.nproc_per_node),
+            "WORLD_SIZE": str(args.nnodes * per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
             "MASTER_ADDR": args.master_addr,
             "MASTER_PORT": str(args.master_port),
             "SLURM_STEP_NUM_TASKS": "1",  # else, the ranks of an srun step would replace these

@@ -55,6 +55,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zlib
 from contextlib import suppress
 from datetime import timedelta
@@ -275,7 +276,8 @@ def configure_process(world: dict[str, int]) -> None:
     if by_torchrun:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     cores = sorted(os.sched_getaffinity(0))
-    if by_torchrun or os.environ.get("SLURM_CPU_BIND_TYPE", "none") == "none":
+    by_srun = os.environ.get("SLURM_CPU_BIND_TYPE") == "none"  # slurm_train_multinode.sh
+    if by_torchrun or by_srun or len(cores) == os.cpu_count():  # the rank is not bound yet
         ranks = world["LOCAL_WORLD_SIZE"]
         begin = len(cores) * world["LOCAL_RANK"] // ranks
         end = len(cores) * (world["LOCAL_RANK"] + 1) // ranks
@@ -518,9 +520,16 @@ def run(arguments: list[str]) -> None:
     sys.argv = arguments
     if pkgutil.get_importer(script):  # a directory or a zip file: run_path() inserts it
         del sys.path[0]
-    else:
-        sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
+        return
+    sys.path[0] = str(Path(script).resolve().parent)
+    # Not run_path(): its __main__ is gone before the script's threads and atexit handlers run.
+    # dont_inherit: not with the `from __future__ import annotations` of this file
+    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=script, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
 
 
 # ------------------------------------------------------------------------------------ failures
@@ -548,16 +557,20 @@ def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> No
         with suppress(OSError):
             Path(file).write_text(json.dumps(content))
     if cause == "exception" and GPU_ERROR.search(reason):
-        report_gpu(rank)
+        report_gpu(rank, reason)
 
 
-def report_gpu(rank: int) -> None:
+def report_gpu(rank: int, reason: str) -> None:
     """If the driver says that a GPU has failed, tell scripts/supervise.py: evidence against HOST.
 
-    The error alone is no evidence: most CUDA errors are the script's own fault. After Xid 79
-    ("fallen off the bus"), nvidia-smi itself fails.
+    The error alone is no evidence: most CUDA errors are the script's own fault. Nor are memory
+    errors, unless it is one: the driver counts them from its start. After Xid 79 ("fallen off the
+    bus"), nvidia-smi itself fails.
     """
+    is_memory_error = re.search("ECC|uncorrectable", reason)
     for finding in node_check.attempt(node_check.gpus):
+        if node_check.MEMORY_ERRORS in finding.observed and not is_memory_error:
+            continue
         if finding.level == "FAIL" or LOST_GPU.search(finding.observed):
             text = f"defective GPU on {HOST}: {finding.observed}"
             say(f"guard.py: {text}")

@@ -249,6 +249,7 @@ def torch_build() -> dict:
     return runpy.run_path(str(Path(package).with_name("version.py")))
 
 
+MEMORY_ERRORS = "uncorrected memory errors"
 ECC_ERRORS = "ecc.errors.uncorrected.volatile.total"
 GPU_FIELDS = ("uuid", "index", "name", "driver_version", "memory.total", "memory.used", ECC_ERRORS)
 BROKEN = {"[GPU is lost]", "[GPU requires reset]", "[Unknown Error]"}  # values of nvidia-smi
@@ -282,7 +283,7 @@ def gpu_problems(gpu: dict[str, str]):
     """gpu: a row of nvidia_smi()"""
     faults = sorted(BROKEN.intersection(gpu.values()))
     if gpu[ECC_ERRORS].isdigit() and gpu[ECC_ERRORS] != "0":
-        faults.append(f"{gpu[ECC_ERRORS]} uncorrected memory errors")
+        faults.append(f"{gpu[ECC_ERRORS]} {MEMORY_ERRORS}")
     for fault in faults:
         text = f"GPU {gpu['index']} has failed ({fault})"
         yield Finding("FAIL", "GPUs", text, "exclude the node, and tell the administrators")
@@ -318,18 +319,21 @@ def nvidia_smi() -> list[dict[str, str]]:
     """GPU_FIELDS of each GPU; [] without nvidia-smi. Raises RuntimeError with its message."""
     query = f"--query-gpu={','.join(GPU_FIELDS)}"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+        process = subprocess.Popen(command, text=True, **pipes)
     except FileNotFoundError:
         return []
+    try:
+        output, _ = process.communicate(timeout=SMI_SECONDS)
     except subprocess.TimeoutExpired:
+        process.kill()  # without waiting for its end: a broken driver may prevent it
         raise RuntimeError(f"nvidia-smi does not answer within {SMI_SECONDS} s") from None
-    if result.returncode:
-        output = (result.stdout + result.stderr).strip()
+    if process.returncode:
         if "No devices" in output:  # Slurm hides those that the job has not requested
             return []
-        raise RuntimeError(f"nvidia-smi: {output}")
-    rows = [line.split(", ") for line in result.stdout.splitlines()]
+        raise RuntimeError(f"nvidia-smi: {output.strip()}")
+    rows = [line.split(", ") for line in output.splitlines()]
     return [dict(zip(GPU_FIELDS, row)) for row in rows if len(row) == len(GPU_FIELDS)]
 
 

@@ -99,11 +99,11 @@ def parent_of(process: int) -> int:
 
 
 def rank_of(process: int) -> str:
-    """$RANK of another process; "" if it has none, or has ended."""
+    """$RANK of another process, or its number in an srun step; "" if it has none, or has ended."""
     with suppress(OSError):
-        for variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"RANK="):
-                return variable[5:].decode()
+        text = Path(f"/proc/{process}/environ").read_text(errors="replace")
+        variables = dict(line.partition("=")[::2] for line in text.split("\0"))
+        return variables.get("RANK") or variables.get("SLURM_PROCID", "")
     return ""
 
 

@@ -7,7 +7,6 @@ import json
 import statistics
 import time
 from contextlib import suppress
-from itertools import pairwise
 
 from hang import HangWatch, flight_recorder, is_done
 from report import say, seconds, write_event
@@ -53,14 +52,17 @@ class SlowRankWatch:
                     store.set(keys[self.watch.rank], json.dumps(note))
                 if self.watch.rank > 0 or not note:
                     continue
-                if not over.wait(self.interval / 4) and store.check(keys):
-                    self.compare([json.loads(text) for text in store.multi_get(keys)])
+                if over.wait(self.interval / 4) or not store.check(keys):
+                    continue
+                notes = [json.loads(text) for text in store.multi_get(keys)]
+                if all(other["interval"] == note["interval"] for other in notes):
+                    self.compare(notes)
 
     def own_note(self) -> dict | None:
         """This rank's arrivals in the steps since the last note; None if there are too few.
 
-        {"step_seconds": the usual time of a step; "arrivals": the usual arrival at each place in a
-        step, in seconds}
+        {"interval": its number; "step_seconds": the usual time of a step; "arrivals": the usual
+        arrival at each place in a step, in seconds}
         """
         for step in arrivals_in_steps(list(self.watch.step_times)):
             if step["end"] > self.last_end:
@@ -72,6 +74,7 @@ class SlowRankWatch:
         self.steps = []
         places = zip(*(step["arrivals"] for step in steps))
         return {
+            "interval": round(time.time() / self.interval),
             "step_seconds": typical([step["seconds"] for step in steps]),
             "arrivals": [typical(values) for values in places],
         }
@@ -143,7 +146,8 @@ def arrivals_in_steps(step_times: list[int]) -> list[dict]:
         steps.setdefault(index, []).append(entry)
     steps.pop(len(step_times), None)  # has not ended
     result = []
-    for previous, index in pairwise(sorted(steps)):
+    indices = sorted(steps)
+    for previous, index in zip(indices, indices[1:]):
         if not all(is_done(entry) for entry in steps[index]):
             break
         start = step_times[previous]

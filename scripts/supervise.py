@@ -40,7 +40,8 @@ A node is left out of the next attempts if only ranks on it did not answer in tw
 GPU has failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
 requeued without the node. Under ssh and PBS, launch.py finds the hosts to leave out in
 EXCLUDED_NODES, and writes all its hosts to NODES_FILE, one per line.
-Exit code: 0 finished; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user error.
+Exit code: 0 finished or requeued; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user
+error.
 
 Environment:
     MAX_RESTARTS       restarts after crashes within this job                    [10]
@@ -69,6 +70,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -94,6 +96,7 @@ NUMBERS = {  # environment variables, and their defaults
     "STOPPED_EXIT_CODE": 0,
     "NNODES": 0,  # all
     "SLURM_RESTART_COUNT": 0,
+    "SLURM_JOB_END_TIME": float("inf"),
 }
 NUMBER = (int, float)
 STATUS = {  # types of what supervise.py reads in STATUS_FILE
@@ -376,7 +379,8 @@ class Supervisor:
     def leave_out_bad_nodes(self, attempt):
         """Leave out the nodes with evidence against them, if others can take their place."""
         self.bad_node = ""
-        failed = [e["host"] for e in attempt["events"] if e.get("event") == "gpu_failed"]
+        events = [event for event in attempt["events"] if event.get("event") == "gpu_failed"]
+        failed = [event["host"] for event in events if isinstance(event.get("host"), str)]
         for host in dict.fromkeys(failed):  # several ranks of a host may report it
             self.leave_out(host, "its GPU has failed", attempt)
         silent = self.failure.get("silent_hosts", [])
@@ -417,10 +421,13 @@ class Supervisor:
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
         self.files = self.directory / f"{HOST}_{os.getpid()}_{self.count}"
+        shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
         try:
             self.files.mkdir(parents=True)
         except OSError as error:
-            log(f"WARNING: cannot write to {self.directory} ({error}): set LOG_DIR")
+            self.files = Path(tempfile.mkdtemp())
+            what = "a stop reaches ranks on this host only: set LOG_DIR"
+            log(f"WARNING: cannot write to {self.directory} ({error}); {what}")
 
         env = self.environment()
         self.begun = {
@@ -516,8 +523,7 @@ class Supervisor:
         while code < 0 and self.signals and not self.killed and descendants():
             time.sleep(0.2)  # the scheduler killed the shell, but its children still save
             self.watch()
-        if code != 0 or self.killed:
-            kill_descendants()  # for example, ranks whose torchrun was killed
+        kill_descendants()  # for example, ranks whose torchrun was killed
         return code
 
     def watch(self):
@@ -562,9 +568,9 @@ class Supervisor:
             reason = "time limit"
         else:
             return
+        (self.files / "STOP_FILE").touch()
         self.stopping_since = time.time()
         log(f"{reason}: saving and stopping; press Ctrl-C again to kill the training")
-        (self.files / "STOP_FILE").touch()
 
     def kill_if_too_slow(self):
         """Kill the training after STOP_SECONDS, in time for a requeue, or at a second Ctrl-C."""
@@ -797,7 +803,8 @@ def end_of_job():
             start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
             return start + walltime_seconds(facts["Resource_List.walltime"])
     except (KeyError, ValueError):  # the scheduler has not answered, or the time has no limit
-        pass
+        if slurm_id():
+            return number("SLURM_JOB_END_TIME")
     return float("inf")
 
 

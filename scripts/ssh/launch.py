@@ -46,10 +46,12 @@ echo "${PIPESTATUS[0]}" 2>/dev/null >"$node.code"
 CONNECT_PBS = """
 node=$3/$2
 touch "$node.words"
-cat "$node.input" >>"$node.words" &
+while IFS= read -r line; do # closed after each line, so that a network file system sends it
+  printf '%s\\n' "$line" >>"$node.words"
+done <"$node.input" &
 pbsdsh -n "$1" -- /bin/bash -c "$4"
 for ((tenths = 0; tenths < 300; tenths++)); do # a network file system may lag
-  [[ -d "$3" && ! -e "$node.code" ]] || exit
+  [[ -d "$3" && ! -e "$node.code" ]] || exit 0 # the launcher has it, or has exited
   sleep 0.1
 done
 exit 255 # node.py did not start, or was killed

@@ -199,8 +199,10 @@ def main():
         return serve(StandardInput())
     path = sys.argv[2]
     code = serve(GrowingFile(f"{path}.words"))
-    with suppress(OSError), open(f"{path}.code", "w") as file:  # unless the launcher has exited
-        file.write(str(code))
+    with suppress(OSError):  # unless the launcher has exited
+        with open(f"{path}.new", "w") as file:
+            file.write(str(code))
+        os.replace(f"{path}.new", f"{path}.code")
     return code
 
 
