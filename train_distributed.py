@@ -64,7 +64,7 @@ try:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils._pytree import tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
-    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 except ImportError as error:
     remedy = "activate the environment, or pip install -r requirements.txt"
     raise SystemExit(f"{error}: {remedy}") from None
@@ -126,7 +126,7 @@ class Task:
         add = parser.add_argument
         datasets = ["mnist_sample", "mnist"]
         add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
-        add("--dropout", type=fraction, default=0.25, help="[0.25]")
+        add("--dropout", type=not_negative, default=0.25, help="[0.25]")
 
     def data(self, cfg) -> tuple[Dataset, Dataset | None]:
         """(training set, test set or None): map-style data sets of tuples, dicts or tensors.
@@ -237,7 +237,10 @@ def train(task, cfg, world):
     lock = on_rank_0(lock_directory, cfg)
     path = on_rank_0(find_checkpoint, cfg)
     checkpoint = load_checkpoint(path) if path else None
-    settle_options(cfg, world, checkpoint)
+    if not cfg.global_batch_size:
+        cfg.global_batch_size = cfg.batch_size * world.world_size
+        if checkpoint:  # that of the run stays, on any number of ranks
+            cfg.global_batch_size = checkpoint["config"]["global_batch_size"]
     train_set, test_set = open_data(task, cfg)
     stream = SampleStream(len(train_set), cfg, world)
     model = build_model(task, cfg, world)
@@ -441,7 +444,7 @@ def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
         if score > state.best_score:  # never if it is NaN
             state.best_score = score
             state.evaluations_since_best = 0
-            saver.save_best(state.step)
+            saver.save_best()
     else:
         log_on_rank_0(f"  best.pt and --patience need {task.best} (Task.best) in Task.report()")
     if on_rank_0(task.after_evaluation, values):
@@ -542,7 +545,7 @@ class InMemoryDataset(TensorDataset):
     """Tensors with the same first dimension, which are copied to the device of each rank."""
 
 
-class SeededDataset(Dataset):
+class SeededDataset(Subset):
     """Seeds torch, numpy and random for each micro-batch, so that its augmentation does not depend
     on the loader worker that reads it, nor on what it has read before.
 
@@ -550,7 +553,7 @@ class SeededDataset(Dataset):
     """
 
     def __init__(self, dataset: Dataset, seed: int):
-        self.dataset = dataset
+        super().__init__(dataset, range(len(dataset)))
         self.seed = seed
 
     def __getitems__(self, keys: list[int]) -> list:
@@ -559,10 +562,7 @@ class SeededDataset(Dataset):
         seed_generators(seed)
         if hasattr(self.dataset, "seed_sample"):
             self.dataset.seed_sample(seed)
-        indices = [key % len(self.dataset) for key in keys]
-        if hasattr(self.dataset, "__getitems__"):
-            return self.dataset.__getitems__(indices)
-        return [self.dataset[index] for index in indices]
+        return super().__getitems__([key % len(self.dataset) for key in keys])
 
 
 def derive_seed(*parts) -> int:
@@ -1080,9 +1080,8 @@ class MetricsWriter:
             "data_wait": sync.data_wait,  # share of the time
             "gradient_norm": float(norm),
             "seconds_left": sync.seconds_left,
+            "gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # at its peak
         }
-        if torch.cuda.is_available():
-            values["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # at its peak
         self.record("train", step, values)
 
     def record_evaluation(self, state, test_sums: dict[str, float]) -> dict[str, float]:
@@ -1274,11 +1273,11 @@ class Saver:
             "samples": stream.samples,
             "code": self.code,
         }
-        self.began = time.time()
         self.last_save = time.monotonic()
         self.run_id = os.urandom(8).hex()
         self.start_step = 0
         self.saved_step = 0
+        self.newest: Path | None = None  # the checkpoint of the last save, even if that has failed
         self.has_failed = False  # the last save
 
     def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
@@ -1299,6 +1298,7 @@ class Saver:
         if path.parent == self.directory:
             self.run_id = checkpoint["run_id"]
             self.saved_step = state.step
+            self.newest = path
 
     def poll(self) -> list[bool]:
         """Whether to save (by the clock or a file SAVE) and to record steps (a file PROFILE).
@@ -1322,9 +1322,11 @@ class Saver:
         """
         if not is_rank_0():
             return
-        path = self.path_of(state.step)
-        finite = [p.isfinite().all() for p in model.parameters()]
-        if not torch.stack(finite).all():
+        path = self.directory / f"checkpoint_step_{state.step}.pt"
+        if self.stream.ends_epoch(state.step):
+            epoch = self.stream.epochs_done(state.step)
+            path = path.with_name(f"checkpoint_epoch_{epoch}.pt")
+        if not all(p.isfinite().all() for p in model.parameters()):
             raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
         content = {
             **self.identity,
@@ -1336,6 +1338,7 @@ class Saver:
             "scaler": scaler.state_dict(),
         }
         content["digests"] = digests_in(content)
+        self.newest = path
 
         def write(file):
             torch.save(content, file)
@@ -1347,38 +1350,31 @@ class Saver:
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
-            self.delete_old(path)
+            self.delete_old()
         except UserError as error:
             if self.has_failed:
                 raise
             self.has_failed = True
             warn(f"{error}")
         self.last_save = time.monotonic()
-        with suppress(OSError):
-            (self.directory / "SAVE").unlink()
+        (self.directory / "SAVE").unlink(missing_ok=True)
 
-    def path_of(self, step: int) -> Path:
-        if self.stream.ends_epoch(step):
-            return self.directory / f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
-        return self.directory / f"checkpoint_step_{step}.pt"
-
-    def save_best(self, step: int):
-        """Keep the checkpoint of this step as best.pt, beside the newest ones."""
+    def save_best(self):
+        """Keep the newest checkpoint as best.pt, beside the others."""
         if not is_rank_0():
             return
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
-            os.link(self.path_of(step), temporary)
+            os.link(self.newest, temporary)
             temporary.replace(self.directory / "best.pt")
         except OSError as error:  # that save has failed
             warn(f"cannot keep the best checkpoint: {error}")
-        with suppress(OSError):
-            temporary.unlink()  # it stays if best.pt is that file already
+        temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
-    def delete_old(self, newest: Path):
-        """Keep only the newest checkpoints, among them this one."""
+    def delete_old(self):
+        """Keep only the newest checkpoints, among them that of the last save."""
         paths = checkpoints_in(self.directory)
-        paths.sort(key=lambda path: (path == newest, path.lstat().st_mtime))
+        paths.sort(key=lambda path: (path == self.newest, path.lstat().st_mtime))
         for old in paths[: -self.cfg.keep]:
             old.unlink(missing_ok=True)
 
@@ -1397,7 +1393,6 @@ class Saver:
             "saved_step": self.saved_step,
             "seconds_left": seconds_left,
             "world_size": launch_variable("WORLD_SIZE", 1),
-            "began": self.began,
         }
         text = json.dumps(status).encode()
         for path in [self.directory / "status.json", os.environ.get("STATUS_FILE")]:
@@ -1525,13 +1520,6 @@ def run_directory(cfg) -> Path:
     return Path(cfg.checkpoint_dir or "checkpoints")
 
 
-def settle_options(cfg, world, checkpoint: dict | None):
-    """The global batch of a run that is resumed stays, on any number of ranks."""
-    saved = checkpoint["config"] if checkpoint else {}
-    default = saved.get("global_batch_size", cfg.batch_size * world.world_size)
-    cfg.global_batch_size = cfg.global_batch_size or default
-
-
 def refuse_changes(cfg, checkpoint: dict, identity: dict):
     """UserError if options, or the identity of the run, have changed in a way that is not allowed.
 
@@ -1580,7 +1568,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         hint = did_you_mean(unknown[1], [*self._option_string_actions]) if unknown else ""
-        raise UserError(message[:1000] + hint)
+        raise UserError(message + hint)
 
 
 def build_parser(task) -> Parser:
@@ -1659,13 +1647,6 @@ def not_negative(text: str) -> float:
     return number
 
 
-def fraction(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise ValueError
-    return number
-
-
 def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespace:
     """The options. The command line overrides the file --config, which overrides the defaults.
 
@@ -1698,13 +1679,15 @@ def read_config(file: str, parser) -> list[str]:
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         action = parser._option_string_actions.get(flag)  # None: argparse will refuse the flag
+        is_switch = action and action.nargs == 0
+        text = str(value).lower()
         if value in ("", "null", "~"):  # the default
             continue
         if isinstance(value, list):
             words += [flag, *map(str, value)]
-        elif action and action.nargs == 0 and str(value).lower() == "true":  # a switch
+        elif is_switch and text == "true":
             words.append(flag)
-        elif action and action.nargs == 0 and str(value).lower() == "false":
+        elif is_switch and text == "false":
             words += action.option_strings[1:]  # its --no-..., if there is one
         else:
             words.append(f"{flag}={value}")
