@@ -45,7 +45,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -228,8 +228,8 @@ class State:
     step: int = 0  # optimizer steps since the start of the run
     best_score: float = -math.inf  # what Task.best was at its best; negative if lowest is best
     evaluations_since_best: int = 0
-    epoch_sums: dict[str, float] = field(default_factory=dict)  # of this epoch
-    interval_sums: dict[str, float] = field(default_factory=dict)  # since the last record
+    epoch_sums: Counter = field(default_factory=Counter)  # of this epoch
+    interval_sums: Counter = field(default_factory=Counter)  # since the last record
 
 
 def train(task, cfg, world):
@@ -266,7 +266,7 @@ def train(task, cfg, world):
     requests = StopRequests(cfg)
     total_steps = stream.steps_of(cfg.epochs)
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
-    sync = Sync(cfg, world, last_step, requests)
+    sync = Sync(cfg, world, last_step)
     enough = ""  # why to finish before the last step
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}")
@@ -282,15 +282,14 @@ def train(task, cfg, world):
             if evaluates and not sync.stop_reason:
                 if saver.saved_step < state.step:  # resumed in another directory
                     saver.save(state, model, optimizer, scaler)
-                test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
+                sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
                 if not sync.stop_reason:
-                    test_values = metrics.record_evaluation(state, test_sums)
-                    enough = judge_evaluation(task, cfg, state, test_values, saver)
+                    enough = on_rank_0(judge_evaluation, task, cfg, state, sums, metrics, saver)
                 sync.restart(state.step)
             if enough or sync.stop_reason or state.step >= last_step:
                 break
             if stream.ends_epoch(state.step):
-                state.epoch_sums = {}
+                state.epoch_sums = Counter()
             epoch = cfg.epochs * (state.step + 0.5) / total_steps  # in the middle of this step
             factor = float(task.lr_factor(cfg, epoch))
             for group in optimizer.param_groups:
@@ -303,12 +302,12 @@ def train(task, cfg, world):
                 or stream.ends_interval(state.step, cfg.checkpoint_every_steps)
             )
             if ends or sync.is_due(state.step):
-                totals, (save, profile) = sync.all_reduce(state.step, saver.poll())
+                totals, agreed = sync.all_reduce(state.step, requests.poll() + saver.poll())
                 metrics.record_intervals(state, totals, sync)
-                if ends or save or sync.stop_reason:
+                if ends or "SAVE" in agreed or sync.stop_reason:
                     check_replicas(model)
                     saver.save(state, model, optimizer, scaler, sync.seconds_left)
-                if profile:
+                if "PROFILE" in agreed:
                     start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
                 sync.restart(state.step)
@@ -388,13 +387,14 @@ def parameters_of(optimizer) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str, float], str]:
+def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[Counter, str]:
     """(sums of Task.loss() over the test set, each sample once; "" or why to stop). Collective.
 
-    {} without a test set, or if it is stopped. The checkpoint has been saved before.
+    The sums are empty without a test set. The checkpoint has been saved before.
     """
+    sums = Counter()
     if test_set is None:
-        return {}, ""
+        return sums, ""
     if dist.is_initialized():
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
@@ -404,7 +404,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
     micro_batches = math.ceil(samples / b)
     rounds = math.ceil(micro_batches / world.world_size)
     numbers = range(world.rank, rounds * world.world_size, world.world_size)
-    sync = Sync(cfg, world, rounds, requests)
+    sync = Sync(cfg, world, rounds)
 
     def keys(device):
         parts = torch.arange(samples, device=device).split(b)
@@ -419,21 +419,22 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str
         if number >= micro_batches:  # computed a second time, in the last round: it does not count
             values = {name: 0 * value for name, value in values.items()}
         sync.add(0, values)
-        if sync.is_due(done):
-            sync.agree(done)
+        if done == rounds or sync.is_due(done):
+            totals, _ = sync.all_reduce(done, requests.poll() if requests else [])
+            sums.update(totals[0])  # a Counter adds
             sync.restart(done)
-            if sync.stop_reason:
-                return {}, sync.stop_reason
+            if sync.stop_reason and done < rounds:
+                return sums, sync.stop_reason
     set_training_mode(model)
-    totals, _ = sync.all_reduce(rounds, [])
-    return totals[0], ""
+    return sums, ""
 
 
-def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
-    """Keep the newest checkpoint as best.pt if Task.best was never better. Collective.
+def judge_evaluation(task, cfg, state, test_sums: Counter, metrics, saver) -> str:
+    """Record an evaluation; keep its checkpoint as best.pt if Task.best was never better.
 
-    values: the metrics of the test set, {} without one. Returns "", or why to end the training.
+    For rank 0. Returns "", or why to end the training.
     """
+    values = metrics.record_evaluation(state, test_sums)
     if not values:
         return ""
     if task.best in values:
@@ -447,7 +448,7 @@ def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
             saver.save_best()
     else:
         log_on_rank_0(f"  best.pt and --patience need {task.best} (Task.best) in Task.report()")
-    if on_rank_0(task.after_evaluation, values):
+    if task.after_evaluation(values):
         return "Task.after_evaluation()"
     if cfg.patience and state.evaluations_since_best >= cfg.patience:
         return f"no better {task.best} in {cfg.patience} evaluations"
@@ -729,10 +730,8 @@ def setup_distributed(cfg) -> World:
         raise UserError("--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo")
     if device.type == "cpu" and (cfg.gpus_per_node or os.environ.get("SLURM_GPUS_ON_NODE")):
         log_on_rank_0("WARNING: PyTorch finds no GPU here, and trains on the CPU")
-    noun = "process" if device.type == "cpu" else "GPU"
-    if world_size > 1:
-        noun = "processes" if device.type == "cpu" else "GPUs"
-    log_on_rank_0(f"Starting distributed training on {world_size} {noun} ({per_node} per node)")
+    launch = f"{world_size} x {device.type} ({per_node} per node)"
+    log_on_rank_0(f"Starting distributed training on {launch}")
     log_on_rank_0(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
         timeout = timedelta(seconds=cfg.hang_timeout)
@@ -935,11 +934,10 @@ class Sync:
 
     SECONDS = 1  # between two of them; or one step, if that takes longer
 
-    def __init__(self, cfg, world, last_step: int, requests: StopRequests | None):
+    def __init__(self, cfg, world, last_step: int):
         self.cfg = cfg
         self.world = world
         self.last_step = last_step
-        self.requests = requests
         self.stop_reason = ""  # the same on all ranks
         # What loss() has returned since the last exchange, by (interval, name).
         self.columns = defaultdict(list)
@@ -968,13 +966,13 @@ class Sync:
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self.columns[interval, name].append(number)
 
-    def all_reduce(self, step: int, flags: list[bool]):
-        """({interval: sums over all ranks}, the number of ranks that set each flag). Collective.
+    def take_sums(self) -> dict[tuple[int, str], float]:
+        """{(interval, name): sum of what was added}, in the same order on all ranks.
 
-        The sums are in float64. That of "loss" counts each mean loss as often as its items.
+        In float64. That of "loss" counts each mean loss as often as its items.
         """
         numbers = {}
-        for key, column in sorted(self.columns.items()):  # in the same order on all ranks
+        for key, column in sorted(self.columns.items()):
             is_tensor = isinstance(column[0], torch.Tensor)  # then it waits for the GPU
             numbers[key] = torch.stack(column).tolist() if is_tensor else column
         self.columns.clear()
@@ -986,34 +984,37 @@ class Sync:
             if name == "loss":
                 column = [loss * count for loss, count in zip(column, counts)]
             sums[interval, name] = float(sum(column))
-        agreed = self.agree(step, [*sums.values(), *flags])
-        totals = defaultdict(dict)
-        for (interval, name), total in zip(sums, agreed):
-            totals[interval][name] = total
-        return totals, agreed[len(sums) :]
+        return sums
 
-    def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
-        """The sums of the numbers over all ranks; sets stop_reason. Collective."""
+    def all_reduce(self, step: int, requests: list[str]) -> tuple[dict, list[str]]:
+        """({interval: sums over all ranks}, the requests of any rank). Collective.
+
+        Sets stop_reason.
+        """
         start_hang_timer(self.cfg)
-        known = self.requests.poll(self.world.rank) if self.requests else []
-        flags = [reason in known for reason in STOP_REASONS]
+        sums = self.take_sums()
         elapsed = time.monotonic() - self.time
-        sums = [elapsed, self.seconds_waited, *flags, *numbers]
+        numbers = {"elapsed": elapsed, "waited": self.seconds_waited, **sums}
+        for request in REQUESTS:
+            numbers[request] = request in requests
         if self.world.world_size > 1:
-            vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
+            vector = torch.tensor([*numbers.values()], dtype=torch.float64).to(self.world.device)
             dist.all_reduce(vector)
-            sums = vector.tolist()
-        elapsed, waited, *rest = sums
-        for reason, is_set in zip(STOP_REASONS, rest):
-            if is_set and not self.stop_reason:
+            numbers = dict(zip(numbers, vector.tolist()))
+        agreed = [request for request in REQUESTS if numbers[request]]
+        for reason in STOP_REASONS:
+            if reason in agreed and not self.stop_reason:
                 self.stop_reason = reason
         steps = max(1, step - self.step)
-        self.seconds_per_step = elapsed / steps / self.world.world_size
-        self.data_wait = waited / elapsed
+        self.seconds_per_step = numbers["elapsed"] / steps / self.world.world_size
+        self.data_wait = numbers["waited"] / numbers["elapsed"]
         self.seconds_left = (self.last_step - step) * self.seconds_per_step
         # The first steps are slow: approach the right number by doubling it.
         self.steps_between = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
-        return rest[len(STOP_REASONS) :]
+        totals = defaultdict(dict)
+        for interval, name in sums:
+            totals[interval][name] = numbers[interval, name]
+        return totals, agreed
 
 
 def start_hang_timer(cfg):
@@ -1059,35 +1060,32 @@ class MetricsWriter:
         for interval, sums in totals.items():
             end = min(interval * every + every, state.step)
             check_loss(sums, f"in the steps {interval * every + 1} to {end}")
-            for longer in (state.epoch_sums, state.interval_sums):
-                for name, value in sums.items():
-                    longer[name] = longer.get(name, 0.0) + value
-            if self.stream.ends_interval(end, every):
-                self.record_interval(end, state.interval_sums, sync)
-                state.interval_sums = {}
+            state.epoch_sums.update(sums)  # a Counter adds
+            state.interval_sums.update(sums)
+            if not self.stream.ends_interval(end, every):
+                continue
+            values = report(self.task, state.interval_sums)
+            state.interval_sums = Counter()
+            rate = self.cfg.global_batch_size / sync.seconds_per_step
+            epoch = end * self.cfg.global_batch_size / self.stream.samples
+            left = timedelta(seconds=round(sync.seconds_left))
+            line = f"  step {end}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
+            log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
+            lr, norm = sync.recorded.pop(end)
+            values |= {
+                "lr": lr,
+                "samples_per_second": rate,
+                "data_wait": sync.data_wait,  # share of the time
+                "gradient_norm": float(norm),
+                "seconds_left": sync.seconds_left,
+                "gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # at its peak
+            }
+            self.record("train", end, values)
 
-    def record_interval(self, step: int, sums, sync):
-        values = report(self.task, sums)
-        rate = self.cfg.global_batch_size / sync.seconds_per_step
-        epoch = step * self.cfg.global_batch_size / self.stream.samples
-        left = timedelta(seconds=round(sync.seconds_left))
-        line = f"  step {step}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
-        log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
-        lr, norm = sync.recorded.pop(step)
-        values |= {
-            "lr": lr,
-            "samples_per_second": rate,
-            "data_wait": sync.data_wait,  # share of the time
-            "gradient_norm": float(norm),
-            "seconds_left": sync.seconds_left,
-            "gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # at its peak
-        }
-        self.record("train", step, values)
-
-    def record_evaluation(self, state, test_sums: dict[str, float]) -> dict[str, float]:
+    def record_evaluation(self, state, test_sums: Counter) -> dict[str, float]:
         """Record an evaluation, and at its end the epoch. Returns the metrics of the test set.
 
-        Both are {} without a test set.
+        For rank 0. Both are empty without a test set.
         """
         test_values = {}
         if test_sums:
@@ -1125,7 +1123,7 @@ class MetricsWriter:
 
 def report(task, sums: dict[str, float]) -> dict[str, float]:
     """Task.report(), whose values may also be tensors or numbers of NumPy."""
-    return {name: float(value) for name, value in task.report(sums).items()}
+    return {name: float(value) for name, value in task.report(dict(sums)).items()}
 
 
 def check_loss(sums: dict[str, float], where: str):
@@ -1161,6 +1159,7 @@ def log_on_rank_0(text: str):
 # ----------------------------------------------------------------------------------- STOPPING
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 STOP_REASONS = [*[number.name for number in STOP_SIGNALS], "STOP file", "time limit"]
+REQUESTS = [*STOP_REASONS, "SAVE", "PROFILE"]
 
 
 class StopRequests:
@@ -1194,12 +1193,12 @@ class StopRequests:
         elif number == signal.SIGINT and time.time() > self.signal_time + 1:
             os._exit(130)
 
-    def poll(self, rank: int) -> list[str]:
+    def poll(self) -> list[str]:
         """The reasons that this rank knows of. Only rank 0 looks at files and the clock."""
         reasons = [self.signal]
-        if rank == 0 and any(file.exists() for file in self.files):
+        if is_rank_0() and any(file.exists() for file in self.files):
             reasons.append("STOP file")
-        if rank == 0 and time.time() > self.deadline:
+        if is_rank_0() and time.time() > self.deadline:
             reasons.append("time limit")
         return reasons
 
@@ -1300,20 +1299,18 @@ class Saver:
             self.saved_step = state.step
             self.newest = path
 
-    def poll(self) -> list[bool]:
-        """Whether to save (by the clock or a file SAVE) and to record steps (a file PROFILE).
-
-        Removes PROFILE. False on other ranks than 0.
-        """
-        if not is_rank_0():
-            return [False, False]
-        is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-        save = is_late or (self.directory / "SAVE").exists()
-        file = self.directory / "PROFILE"
-        profile = file.exists()
-        if profile:
-            file.unlink()
-        return [save, profile]
+    def poll(self) -> list[str]:
+        """On rank 0: SAVE, by the clock or by a file, and PROFILE, whose file it removes."""
+        requests = []
+        if is_rank_0():
+            is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
+            if is_late or (self.directory / "SAVE").exists():
+                requests.append("SAVE")
+            profile = self.directory / "PROFILE"
+            if profile.exists():
+                profile.unlink()
+                requests.append("PROFILE")
+        return requests
 
     def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
@@ -1360,9 +1357,7 @@ class Saver:
         (self.directory / "SAVE").unlink(missing_ok=True)
 
     def save_best(self):
-        """Keep the newest checkpoint as best.pt, beside the others."""
-        if not is_rank_0():
-            return
+        """Keep the newest checkpoint as best.pt, beside the others. For rank 0."""
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
             os.link(self.newest, temporary)

@@ -131,7 +131,7 @@ def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
     requests = train_distributed.StopRequests(cfg)
     for left, expected in ((reserve + 2, False), (reserve - 2, True)):
         monkeypatch.setattr(time, "time", lambda left=left: end - left)
-        assert ("time limit" in requests.poll(0)) == expected
+        assert ("time limit" in requests.poll()) == expected
 
 
 @pytest.mark.parametrize(
