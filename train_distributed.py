@@ -277,19 +277,15 @@ def train(task, cfg, world):
     sync.restart(state.step)
     try:
         while True:
-            # Saved first, so that a run that is stopped during an evaluation repeats it later.
+            # After the save, so that a run that is stopped during an evaluation repeats it later.
             evaluates = stream.ends_interval(state.step, cfg.eval_every_steps)
             if evaluates and not sync.stop_reason:
-                if saver.saved_step < state.step:  # resumed in another directory
-                    saver.save(state, model, optimizer, scaler)
                 sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
                 if not sync.stop_reason:
                     enough = on_rank_0(judge_evaluation, task, cfg, state, sums, metrics, saver)
                 sync.restart(state.step)
             if enough or sync.stop_reason or state.step >= last_step:
                 break
-            if stream.ends_epoch(state.step):
-                state.epoch_sums = Counter()
             epoch = cfg.epochs * (state.step + 0.5) / total_steps  # in the middle of this step
             factor = float(task.lr_factor(cfg, epoch))
             for group in optimizer.param_groups:
@@ -400,23 +396,22 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[Counter,
             dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
     model.eval()
     loss_of = LossOf(task, cfg, world, model)
-    samples, b = len(test_set), cfg.batch_size
-    micro_batches = math.ceil(samples / b)
-    rounds = math.ceil(micro_batches / world.world_size)
+    micro_batches = torch.arange(len(test_set)).split(cfg.batch_size)
+    rounds = math.ceil(len(micro_batches) / world.world_size)
     numbers = range(world.rank, rounds * world.world_size, world.world_size)
     sync = Sync(cfg, world, rounds)
 
     def keys(device):
-        parts = torch.arange(samples, device=device).split(b)
         for number in numbers:
-            yield parts[number % micro_batches]
+            yield micro_batches[number % len(micro_batches)].to(device)
 
     batches = batches_of(task, cfg, world, test_set, keys)
     for done, (number, batch) in enumerate(zip(numbers, batches), 1):
         seed_generators(derive_seed(cfg.seed, "test", number), world.device)
         loss, values = loss_of(batch)
-        values = {"loss": loss, "count": min(b, samples - number * b), **values}
-        if number >= micro_batches:  # computed a second time, in the last round: it does not count
+        count = len(micro_batches[number % len(micro_batches)])
+        values = {"loss": loss, "count": count, **values}
+        if number >= len(micro_batches):  # a second time, in the last round: it does not count
             values = {name: 0 * value for name, value in values.items()}
         sync.add(0, values)
         if done == rounds or sync.is_due(done):
@@ -942,9 +937,7 @@ class Sync:
         # What loss() has returned since the last exchange, by (interval, name).
         self.columns = defaultdict(list)
         self.steps_between = 1  # from one exchange to the next
-        self.seconds_per_step = 1.0  # between the last two
-        self.data_wait = 0.0  # the part of it in which the ranks wait for data
-        self.seconds_left = None  # until the first exchange
+        self.seconds_left = None  # of the run; until the first exchange
         # By step, if it is recorded: learning rate, and norm of the gradient before clipping.
         self.recorded = {}
         self.restart(0)
@@ -1007,7 +1000,7 @@ class Sync:
                 self.stop_reason = reason
         steps = max(1, step - self.step)
         self.seconds_per_step = numbers["elapsed"] / steps / self.world.world_size
-        self.data_wait = numbers["waited"] / numbers["elapsed"]
+        self.data_wait = numbers["waited"] / numbers["elapsed"]  # the share of the time
         self.seconds_left = (self.last_step - step) * self.seconds_per_step
         # The first steps are slow: approach the right number by doubling it.
         self.steps_between = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
@@ -1097,6 +1090,7 @@ class MetricsWriter:
             values = report(self.task, state.epoch_sums) | values
             log_on_rank_0(f"Epoch {epoch}: {describe(values)}")
             self.record("epoch", state.step, {"epoch": epoch, **values})
+            state.epoch_sums = Counter()
         elif values:
             log_on_rank_0(f"  step {state.step}: {describe(values)}")
             self.record("evaluation", state.step, values)
@@ -1276,7 +1270,7 @@ class Saver:
         self.run_id = os.urandom(8).hex()
         self.start_step = 0
         self.saved_step = 0
-        self.newest: Path | None = None  # the checkpoint of the last save, even if that has failed
+        self.newest: Path | None = None  # checkpoint of this run, even if its save has failed
         self.has_failed = False  # the last save
 
     def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
@@ -1293,11 +1287,11 @@ class Saver:
         if checkpoint["scaler"]:  # of fp16
             scaler.load_state_dict(checkpoint["scaler"])
         vars(state).update(checkpoint["state"])
+        self.newest = path
         self.start_step = state.step
         if path.parent == self.directory:
             self.run_id = checkpoint["run_id"]
             self.saved_step = state.step
-            self.newest = path
 
     def poll(self) -> list[str]:
         """On rank 0: SAVE, by the clock or by a file, and PROFILE, whose file it removes."""
@@ -1575,8 +1569,7 @@ def build_parser(task) -> Parser:
         conflict_handler="resolve",  # a task may define an option anew
     )
     add = parser.add_argument
-    on_or_off = argparse.BooleanOptionalAction
-    switch = functools.partial(add, action=on_or_off, default=False)
+    switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=False)
 
     def option(name: str, kind: Callable, default, text: str):
         add(name, type=kind, default=default, help=text)
