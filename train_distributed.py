@@ -266,7 +266,8 @@ def train(task, cfg, world):
     requests = StopRequests(cfg)
     total_steps = stream.steps_of(cfg.epochs)
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
-    sync = Sync(cfg, world, last_step)
+    sync = Sync(cfg, world)
+    seconds_left = None  # until the first exchange
     enough = ""  # why to finish before the last step
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}")
@@ -299,10 +300,11 @@ def train(task, cfg, world):
             )
             if ends or sync.is_due(state.step):
                 totals, agreed = sync.all_reduce(state.step, requests.poll() + saver.poll())
-                metrics.record_intervals(state, totals, sync)
+                seconds_left = (last_step - state.step) * sync.seconds_per_step
+                metrics.record_intervals(state, totals, sync, seconds_left)
                 if ends or "SAVE" in agreed or sync.stop_reason:
                     check_replicas(model)
-                    saver.save(state, model, optimizer, scaler, sync.seconds_left)
+                    saver.save(state, model, optimizer, scaler, seconds_left)
                 if "PROFILE" in agreed:
                     start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
@@ -319,7 +321,7 @@ def train(task, cfg, world):
     why = f" ({reason})" if reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
     log_on_rank_0(f"{ending.title()} at {where}")
-    saver.write_status(state.step, ending, reason, sync.seconds_left)
+    saver.write_status(state.step, ending, reason, seconds_left)
     on_rank_0(os.close, lock)  # the others wait: a launcher may end all when one exits
 
 
@@ -399,7 +401,7 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[Counter,
     micro_batches = torch.arange(len(test_set)).split(cfg.batch_size)
     rounds = math.ceil(len(micro_batches) / world.world_size)
     numbers = range(world.rank, rounds * world.world_size, world.world_size)
-    sync = Sync(cfg, world, rounds)
+    sync = Sync(cfg, world)
 
     def keys(device):
         for number in numbers:
@@ -929,15 +931,13 @@ class Sync:
 
     SECONDS = 1  # between two of them; or one step, if that takes longer
 
-    def __init__(self, cfg, world, last_step: int):
+    def __init__(self, cfg, world):
         self.cfg = cfg
         self.world = world
-        self.last_step = last_step
         self.stop_reason = ""  # the same on all ranks
         # What loss() has returned since the last exchange, by (interval, name).
         self.columns = defaultdict(list)
         self.steps_between = 1  # from one exchange to the next
-        self.seconds_left = None  # of the run; until the first exchange
         # By step, if it is recorded: learning rate, and norm of the gradient before clipping.
         self.recorded = {}
         self.restart(0)
@@ -995,13 +995,11 @@ class Sync:
             dist.all_reduce(vector)
             numbers = dict(zip(numbers, vector.tolist()))
         agreed = [request for request in REQUESTS if numbers[request]]
-        for reason in STOP_REASONS:
-            if reason in agreed and not self.stop_reason:
-                self.stop_reason = reason
+        if agreed and agreed[0] in STOP_REASONS:  # they come first
+            self.stop_reason = agreed[0]
         steps = max(1, step - self.step)
         self.seconds_per_step = numbers["elapsed"] / steps / self.world.world_size
         self.data_wait = numbers["waited"] / numbers["elapsed"]  # the share of the time
-        self.seconds_left = (self.last_step - step) * self.seconds_per_step
         # The first steps are slow: approach the right number by doubling it.
         self.steps_between = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
         totals = defaultdict(dict)
@@ -1047,7 +1045,7 @@ class MetricsWriter:
                 id=saver.run_id, resume="allow", dir=self.path.parent, config=options
             )
 
-    def record_intervals(self, state, totals, sync):
+    def record_intervals(self, state, totals, sync, seconds_left: float):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
         every = self.cfg.log_every_steps
         for interval, sums in totals.items():
@@ -1061,7 +1059,7 @@ class MetricsWriter:
             state.interval_sums = Counter()
             rate = self.cfg.global_batch_size / sync.seconds_per_step
             epoch = end * self.cfg.global_batch_size / self.stream.samples
-            left = timedelta(seconds=round(sync.seconds_left))
+            left = timedelta(seconds=round(seconds_left))
             line = f"  step {end}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
             log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
             lr, norm = sync.recorded.pop(end)
@@ -1070,7 +1068,7 @@ class MetricsWriter:
                 "samples_per_second": rate,
                 "data_wait": sync.data_wait,  # share of the time
                 "gradient_norm": float(norm),
-                "seconds_left": sync.seconds_left,
+                "seconds_left": seconds_left,
                 "gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # at its peak
             }
             self.record("train", end, values)
@@ -1179,10 +1177,6 @@ class StopRequests:
         if not self.signal:
             self.signal = signal.Signals(number).name
             self.signal_time = time.time()
-            if number == signal.SIGINT and is_rank_0():
-                text = b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n"
-                with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
-                    os.write(2, text)
         # Within a second of the first, it is the same Ctrl-C, forwarded by a launcher.
         elif number == signal.SIGINT and time.time() > self.signal_time + 1:
             os._exit(130)
@@ -1313,12 +1307,11 @@ class Saver:
         """
         if not is_rank_0():
             return
-        path = self.directory / f"checkpoint_step_{state.step}.pt"
+        name = f"checkpoint_step_{state.step}.pt"
         if self.stream.ends_epoch(state.step):
-            epoch = self.stream.epochs_done(state.step)
-            path = path.with_name(f"checkpoint_epoch_{epoch}.pt")
+            name = f"checkpoint_epoch_{self.stream.epochs_done(state.step)}.pt"
         if not all(p.isfinite().all() for p in model.parameters()):
-            raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
+            raise UserError(f"{name} not saved: the weights are not finite; lower --lr", "NaN")
         content = {
             **self.identity,
             "config": vars(self.cfg),
@@ -1329,7 +1322,7 @@ class Saver:
             "scaler": scaler.state_dict(),
         }
         content["digests"] = digests_in(content)
-        self.newest = path
+        self.newest = self.directory / name
 
         def write(file):
             torch.save(content, file)
@@ -1337,7 +1330,7 @@ class Saver:
             open_checkpoint(file.name)  # if it cannot be loaded, the run ends now, not later
 
         try:
-            write_file(path, write)
+            write_file(self.newest, write)
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
@@ -1571,44 +1564,44 @@ def build_parser(task) -> Parser:
     add = parser.add_argument
     switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=False)
 
-    def option(name: str, kind: Callable, default, text: str):
+    def option(name: str, kind: Callable, text: str, default=None):
         add(name, type=kind, default=default, help=text)
 
-    option("--config", path, None, "FILE of options in YAML; the command line wins")
-    option("--evaluate", path, None, "FILE.pt: evaluate it and nothing else, by its options")
+    option("--config", path, "FILE of options in YAML; the command line wins")
+    option("--evaluate", path, "FILE.pt: evaluate it and nothing else, by its options")
     add("--checkpoint-dir", "--save-dir", type=path, help="of this run [checkpoints]")
-    option("--resume", path, None, "FILE.pt: continue its run in a new --checkpoint-dir")
-    option("--init", path, None, "FILE.pt: begin with the weights of another run")
-    option("--epochs", positive_int, 5, "passes over the training data [5]")
-    option("--stop-at-step", positive_int, None, "save and exit at this step; same schedule")
-    option("--seed", int, 42, "random seed [42]")
+    option("--resume", path, "FILE.pt: continue its run in a new --checkpoint-dir")
+    option("--init", path, "FILE.pt: begin with the weights of another run")
+    option("--epochs", positive_int, "passes over the training data [5]", 5)
+    option("--stop-at-step", positive_int, "save and exit at this step; same schedule")
+    option("--seed", int, "random seed [42]", 42)
     switch("--deterministic", help="repeatable kernels, slower on a GPU")
     switch("--reproducible", help="the same weights on any number of ranks")
-    option("--data-dir", path, "data", "where the data is or is downloaded to [data]")
-    option("--num-workers", int, None, "loader workers, for files [cores of a rank]")
-    option("--batch-size", positive_int, 64, "micro-batch: samples per forward pass [64]")
-    option("--global-batch-size", positive_int, None, "samples per step [batch size x ranks]")
+    option("--data-dir", path, "where the data is or is downloaded to [data]", "data")
+    option("--num-workers", int, "loader workers, for files [cores of a rank]")
+    option("--batch-size", positive_int, "micro-batch: samples per forward pass [64]", 64)
+    option("--global-batch-size", positive_int, "samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
-    option("--lr", not_negative, 0.05, "peak learning rate [0.05]")
-    option("--warmup-epochs", not_negative, 0.2, "epochs of linear warm-up [0.2]")
-    option("--weight-decay", not_negative, 1e-4, "[0.0001]")
-    option("--clip-grad-norm", not_negative, 0.0, "largest norm of the gradient; 0: off [0]")
+    option("--lr", not_negative, "peak learning rate [0.05]", 0.05)
+    option("--warmup-epochs", not_negative, "epochs of linear warm-up [0.2]", 0.2)
+    option("--weight-decay", not_negative, "[0.0001]", 1e-4)
+    option("--clip-grad-norm", not_negative, "largest norm of the gradient; 0: off [0]", 0.0)
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
     switch("--tf32", default=True, help="TF32 for products of float32 on GPUs [on]")
     switch("--compile", help="torch.compile the model")
     switch("--activation-checkpointing", help="less memory, slower")
-    option("--eval-every-steps", positive_int, None, "evaluate every N steps and each epoch")
-    option("--patience", positive_int, None, "stop after N evaluations without a better one")
-    option("--log-every-steps", positive_int, 20, "steps between records [20]")
+    option("--eval-every-steps", positive_int, "evaluate every N steps and each epoch")
+    option("--patience", positive_int, "stop after N evaluations without a better one")
+    option("--log-every-steps", positive_int, "steps between records [20]", 20)
     switch("--tensorboard", help="also write TensorBoard files")
     switch("--wandb", help="also log to W&B (WANDB_MODE=offline works)")
-    option("--save-minutes", not_negative, 10.0, "minutes between saves [10]")
-    option("--checkpoint-every-steps", positive_int, None, "also save every N steps")
-    option("--keep", positive_int, 3, "newest checkpoints to keep [3]")
+    option("--save-minutes", not_negative, "minutes between saves [10]", 10.0)
+    option("--checkpoint-every-steps", positive_int, "also save every N steps")
+    option("--keep", positive_int, "newest checkpoints to keep [3]", 3)
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl or xccl on GPUs, else gloo]")
-    option("--nodes", positive_int, None, "fail unless there are this many nodes")
-    option("--gpus-per-node", positive_int, None, "fail unless a node has this many ranks")
-    option("--hang-timeout", positive_int, 600, "seconds without progress [600]")
+    option("--nodes", positive_int, "fail unless there are this many nodes")
+    option("--gpus-per-node", positive_int, "fail unless a node has this many ranks")
+    option("--hang-timeout", positive_int, "seconds without progress [600]", 600)
     task.add_options(parser)  # last: it may set defaults of the others
     return parser
 
@@ -1703,7 +1696,6 @@ def main(task: Task | None = None, argv: list[str] | None = None):
     finally:
         faulthandler.cancel_dump_traceback_later()  # a script may go on after main()
         gc.enable()
-        gc.unfreeze()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch raises an error at the exit
         for worker in multiprocessing.active_children():
             worker.kill()  # of a DataLoader; exit would wait for it
