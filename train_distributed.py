@@ -228,7 +228,7 @@ class State:
     step: int = 0  # optimizer steps since the start of the run
     best_score: float = -math.inf  # what Task.best was at its best; negative if lowest is best
     evaluations_since_best: int = 0
-    epoch_sums: Counter = field(default_factory=Counter)  # of this epoch
+    epoch_sums: Counter = field(default_factory=Counter)  # of this epoch, on rank 0
     interval_sums: Counter = field(default_factory=Counter)  # since the last record
 
 
@@ -401,18 +401,18 @@ def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[Counter,
     micro_batches = torch.arange(len(test_set)).split(cfg.batch_size)
     rounds = math.ceil(len(micro_batches) / world.world_size)
     numbers = range(world.rank, rounds * world.world_size, world.world_size)
+    mine = [micro_batches[number % len(micro_batches)] for number in numbers]
     sync = Sync(cfg, world)
 
     def keys(device):
-        for number in numbers:
-            yield micro_batches[number % len(micro_batches)].to(device)
+        for indices in mine:
+            yield indices.to(device)
 
     batches = batches_of(task, cfg, world, test_set, keys)
-    for done, (number, batch) in enumerate(zip(numbers, batches), 1):
+    for done, (number, indices, batch) in enumerate(zip(numbers, mine, batches), 1):
         seed_generators(derive_seed(cfg.seed, "test", number), world.device)
         loss, values = loss_of(batch)
-        count = len(micro_batches[number % len(micro_batches)])
-        values = {"loss": loss, "count": count, **values}
+        values = {"loss": loss, "count": len(indices), **values}
         if number >= len(micro_batches):  # a second time, in the last round: it does not count
             values = {name: 0 * value for name, value in values.items()}
         sync.add(0, values)
@@ -444,7 +444,7 @@ def judge_evaluation(task, cfg, state, test_sums: Counter, metrics, saver) -> st
             state.evaluations_since_best = 0
             saver.save_best()
     else:
-        log_on_rank_0(f"  best.pt and --patience need {task.best} (Task.best) in Task.report()")
+        log(f"  best.pt and --patience need {task.best} (Task.best) in Task.report()")
     if task.after_evaluation(values):
         return "Task.after_evaluation()"
     if cfg.patience and state.evaluations_since_best >= cfg.patience:
@@ -1086,11 +1086,11 @@ class MetricsWriter:
         if self.stream.ends_epoch(state.step):
             epoch = self.stream.epochs_done(state.step)
             values = report(self.task, state.epoch_sums) | values
-            log_on_rank_0(f"Epoch {epoch}: {describe(values)}")
+            log(f"Epoch {epoch}: {describe(values)}")
             self.record("epoch", state.step, {"epoch": epoch, **values})
             state.epoch_sums = Counter()
         elif values:
-            log_on_rank_0(f"  step {state.step}: {describe(values)}")
+            log(f"  step {state.step}: {describe(values)}")
             self.record("evaluation", state.step, values)
         return test_values
 
@@ -1121,8 +1121,8 @@ def report(task, sums: dict[str, float]) -> dict[str, float]:
 def check_loss(sums: dict[str, float], where: str):
     """UserError if the sum of the losses is not finite; the same on all ranks."""
     if not math.isfinite(sums["loss"]):
-        remedy = "lower --lr, or set --clip-grad-norm"
-        raise UserError(f"the loss is not finite {where}: {remedy}", "NaN")
+        text = f"the loss is not finite {where}: lower --lr, or set --clip-grad-norm"
+        raise UserError(text, "NaN")
 
 
 def describe(values: dict[str, float]) -> str:
