@@ -279,8 +279,7 @@ def train(task, cfg, world):
     try:
         while True:
             # After the save, so that a run that is stopped during an evaluation repeats it later.
-            evaluates = stream.ends_interval(state.step, cfg.eval_every_steps)
-            if evaluates and not sync.stop_reason:
+            if stream.ends_interval(state.step, cfg.eval_every_steps) and not sync.stop_reason:
                 sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
                 if not sync.stop_reason:
                     enough = on_rank_0(judge_evaluation, task, cfg, state, sums, metrics, saver)
@@ -986,8 +985,7 @@ class Sync:
         """
         start_hang_timer(self.cfg)
         sums = self.take_sums()
-        elapsed = time.monotonic() - self.time
-        numbers = {"elapsed": elapsed, "waited": self.seconds_waited, **sums}
+        numbers = {"elapsed": time.monotonic() - self.time, "waited": self.seconds_waited, **sums}
         for request in REQUESTS:
             numbers[request] = request in requests
         if self.world.world_size > 1:
@@ -1303,7 +1301,8 @@ class Saver:
     def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
 
-        A failed save is a warning once, and an error the second time.
+        Deletes all but the newest --keep of them. A failed save is a warning once, and an error
+        the second time.
         """
         if not is_rank_0():
             return
@@ -1334,7 +1333,10 @@ class Saver:
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
-            self.delete_old()
+            paths = checkpoints_in(self.directory)
+            paths.sort(key=lambda path: (path == self.newest, path.lstat().st_mtime))
+            for old in paths[: -self.cfg.keep]:  # this one is always among those that stay
+                old.unlink(missing_ok=True)
         except UserError as error:
             if self.has_failed:
                 raise
@@ -1352,13 +1354,6 @@ class Saver:
         except OSError as error:  # that save has failed
             warn(f"cannot keep the best checkpoint: {error}")
         temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
-
-    def delete_old(self):
-        """Keep only the newest checkpoints, among them that of the last save."""
-        paths = checkpoints_in(self.directory)
-        paths.sort(key=lambda path: (path == self.newest, path.lstat().st_mtime))
-        for old in paths[: -self.cfg.keep]:
-            old.unlink(missing_ok=True)
 
     def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
         """status.json, and a copy for the supervisor. States: running, finished, stopped,
