@@ -45,7 +45,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -64,7 +64,7 @@ try:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils._pytree import tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
-    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 except ImportError as error:
     remedy = "activate the environment, or pip install -r requirements.txt"
     raise SystemExit(f"{error}: {remedy}") from None
@@ -126,7 +126,7 @@ class Task:
         add = parser.add_argument
         datasets = ["mnist_sample", "mnist"]
         add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
-        add("--dropout", type=fraction, default=0.25, help="[0.25]")
+        add("--dropout", type=not_negative, default=0.25, help="[0.25]")
 
     def data(self, cfg) -> tuple[Dataset, Dataset | None]:
         """(training set, test set or None): map-style data sets of tuples, dicts or tensors.
@@ -228,8 +228,8 @@ class State:
     step: int = 0  # optimizer steps since the start of the run
     best_score: float = -math.inf  # what Task.best was at its best; negative if lowest is best
     evaluations_since_best: int = 0
-    epoch_sums: dict[str, float] = field(default_factory=dict)  # of this epoch
-    interval_sums: dict[str, float] = field(default_factory=dict)  # since the last record
+    epoch_sums: Counter = field(default_factory=Counter)  # of this epoch, on rank 0
+    interval_sums: Counter = field(default_factory=Counter)  # since the last record
 
 
 def train(task, cfg, world):
@@ -237,7 +237,10 @@ def train(task, cfg, world):
     lock = on_rank_0(lock_directory, cfg)
     path = on_rank_0(find_checkpoint, cfg)
     checkpoint = load_checkpoint(path) if path else None
-    settle_options(cfg, world, checkpoint)
+    if not cfg.global_batch_size:
+        cfg.global_batch_size = cfg.batch_size * world.world_size
+        if checkpoint:  # that of the run stays, on any number of ranks
+            cfg.global_batch_size = checkpoint["config"]["global_batch_size"]
     train_set, test_set = open_data(task, cfg)
     stream = SampleStream(len(train_set), cfg, world)
     model = build_model(task, cfg, world)
@@ -263,7 +266,8 @@ def train(task, cfg, world):
     requests = StopRequests(cfg)
     total_steps = stream.steps_of(cfg.epochs)
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
-    sync = Sync(cfg, world, last_step, requests)
+    sync = Sync(cfg, world)
+    seconds_left = None  # until the first exchange
     enough = ""  # why to finish before the last step
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}")
@@ -274,20 +278,14 @@ def train(task, cfg, world):
     sync.restart(state.step)
     try:
         while True:
-            # Saved first, so that a run that is stopped during an evaluation repeats it later.
-            evaluates = stream.ends_interval(state.step, cfg.eval_every_steps)
-            if evaluates and not sync.stop_reason:
-                if saver.saved_step < state.step:  # resumed in another directory
-                    saver.save(state, model, optimizer, scaler)
-                test_sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
+            # After the save, so that a run that is stopped during an evaluation repeats it later.
+            if stream.ends_interval(state.step, cfg.eval_every_steps) and not sync.stop_reason:
+                sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
                 if not sync.stop_reason:
-                    test_values = metrics.record_evaluation(state, test_sums)
-                    enough = judge_evaluation(task, cfg, state, test_values, saver)
+                    enough = on_rank_0(judge_evaluation, task, cfg, state, sums, metrics, saver)
                 sync.restart(state.step)
             if enough or sync.stop_reason or state.step >= last_step:
                 break
-            if stream.ends_epoch(state.step):
-                state.epoch_sums = {}
             epoch = cfg.epochs * (state.step + 0.5) / total_steps  # in the middle of this step
             factor = float(task.lr_factor(cfg, epoch))
             for group in optimizer.param_groups:
@@ -300,12 +298,13 @@ def train(task, cfg, world):
                 or stream.ends_interval(state.step, cfg.checkpoint_every_steps)
             )
             if ends or sync.is_due(state.step):
-                totals, (save, profile) = sync.all_reduce(state.step, saver.poll())
-                metrics.record_intervals(state, totals, sync)
-                if ends or save or sync.stop_reason:
+                totals, agreed = sync.all_reduce(state.step, requests.poll() + saver.poll())
+                seconds_left = (last_step - state.step) * sync.seconds_per_step
+                metrics.record_intervals(state, totals, sync, seconds_left)
+                if ends or "SAVE" in agreed or sync.stop_reason:
                     check_replicas(model)
-                    saver.save(state, model, optimizer, scaler, sync.seconds_left)
-                if profile:
+                    saver.save(state, model, optimizer, scaler, seconds_left)
+                if "PROFILE" in agreed:
                     start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
                 sync.restart(state.step)
@@ -321,7 +320,7 @@ def train(task, cfg, world):
     why = f" ({reason})" if reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
     log_on_rank_0(f"{ending.title()} at {where}")
-    saver.write_status(state.step, ending, reason, sync.seconds_left)
+    saver.write_status(state.step, ending, reason, seconds_left)
     on_rank_0(os.close, lock)  # the others wait: a launcher may end all when one exits
 
 
@@ -385,52 +384,53 @@ def parameters_of(optimizer) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[dict[str, float], str]:
+def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[Counter, str]:
     """(sums of Task.loss() over the test set, each sample once; "" or why to stop). Collective.
 
-    {} without a test set, or if it is stopped. The checkpoint has been saved before.
+    The sums are empty without a test set. The checkpoint has been saved before.
     """
+    sums = Counter()
     if test_set is None:
-        return {}, ""
+        return sums, ""
     if dist.is_initialized():
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
     model.eval()
     loss_of = LossOf(task, cfg, world, model)
-    samples, b = len(test_set), cfg.batch_size
-    micro_batches = math.ceil(samples / b)
-    rounds = math.ceil(micro_batches / world.world_size)
+    micro_batches = torch.arange(len(test_set)).split(cfg.batch_size)
+    rounds = math.ceil(len(micro_batches) / world.world_size)
     numbers = range(world.rank, rounds * world.world_size, world.world_size)
-    sync = Sync(cfg, world, rounds, requests)
+    mine = [micro_batches[number % len(micro_batches)] for number in numbers]
+    sync = Sync(cfg, world)
 
     def keys(device):
-        parts = torch.arange(samples, device=device).split(b)
-        for number in numbers:
-            yield parts[number % micro_batches]
+        for indices in mine:
+            yield indices.to(device)
 
     batches = batches_of(task, cfg, world, test_set, keys)
-    for done, (number, batch) in enumerate(zip(numbers, batches), 1):
+    for done, (number, indices, batch) in enumerate(zip(numbers, mine, batches), 1):
         seed_generators(derive_seed(cfg.seed, "test", number), world.device)
         loss, values = loss_of(batch)
-        values = {"loss": loss, "count": min(b, samples - number * b), **values}
-        if number >= micro_batches:  # computed a second time, in the last round: it does not count
+        values = {"loss": loss, "count": len(indices), **values}
+        if number >= len(micro_batches):  # a second time, in the last round: it does not count
             values = {name: 0 * value for name, value in values.items()}
         sync.add(0, values)
-        if sync.is_due(done):
-            sync.agree(done)
+        if done == rounds or sync.is_due(done):
+            totals, _ = sync.all_reduce(done, requests.poll() if requests else [])
+            sums.update(totals[0])  # a Counter adds
             sync.restart(done)
-            if sync.stop_reason:
-                return {}, sync.stop_reason
+            if sync.stop_reason and done < rounds:
+                return sums, sync.stop_reason
     set_training_mode(model)
-    totals, _ = sync.all_reduce(rounds, [])
-    return totals[0], ""
+    return sums, ""
 
 
-def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
-    """Keep the newest checkpoint as best.pt if Task.best was never better. Collective.
+def judge_evaluation(task, cfg, state, test_sums: Counter, metrics, saver) -> str:
+    """Record an evaluation; keep its checkpoint as best.pt if Task.best was never better.
 
-    values: the metrics of the test set, {} without one. Returns "", or why to end the training.
+    For rank 0. Returns "", or why to end the training.
     """
+    values = metrics.record_evaluation(state, test_sums)
     if not values:
         return ""
     if task.best in values:
@@ -441,10 +441,10 @@ def judge_evaluation(task, cfg, state, values: dict[str, float], saver) -> str:
         if score > state.best_score:  # never if it is NaN
             state.best_score = score
             state.evaluations_since_best = 0
-            saver.save_best(state.step)
+            saver.save_best()
     else:
-        log_on_rank_0(f"  best.pt and --patience need {task.best} (Task.best) in Task.report()")
-    if on_rank_0(task.after_evaluation, values):
+        log(f"  best.pt and --patience need {task.best} (Task.best) in Task.report()")
+    if task.after_evaluation(values):
         return "Task.after_evaluation()"
     if cfg.patience and state.evaluations_since_best >= cfg.patience:
         return f"no better {task.best} in {cfg.patience} evaluations"
@@ -542,7 +542,7 @@ class InMemoryDataset(TensorDataset):
     """Tensors with the same first dimension, which are copied to the device of each rank."""
 
 
-class SeededDataset(Dataset):
+class SeededDataset(Subset):
     """Seeds torch, numpy and random for each micro-batch, so that its augmentation does not depend
     on the loader worker that reads it, nor on what it has read before.
 
@@ -550,7 +550,7 @@ class SeededDataset(Dataset):
     """
 
     def __init__(self, dataset: Dataset, seed: int):
-        self.dataset = dataset
+        super().__init__(dataset, range(len(dataset)))
         self.seed = seed
 
     def __getitems__(self, keys: list[int]) -> list:
@@ -559,10 +559,7 @@ class SeededDataset(Dataset):
         seed_generators(seed)
         if hasattr(self.dataset, "seed_sample"):
             self.dataset.seed_sample(seed)
-        indices = [key % len(self.dataset) for key in keys]
-        if hasattr(self.dataset, "__getitems__"):
-            return self.dataset.__getitems__(indices)
-        return [self.dataset[index] for index in indices]
+        return super().__getitems__([key % len(self.dataset) for key in keys])
 
 
 def derive_seed(*parts) -> int:
@@ -729,10 +726,8 @@ def setup_distributed(cfg) -> World:
         raise UserError("--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo")
     if device.type == "cpu" and (cfg.gpus_per_node or os.environ.get("SLURM_GPUS_ON_NODE")):
         log_on_rank_0("WARNING: PyTorch finds no GPU here, and trains on the CPU")
-    noun = "process" if device.type == "cpu" else "GPU"
-    if world_size > 1:
-        noun = "processes" if device.type == "cpu" else "GPUs"
-    log_on_rank_0(f"Starting distributed training on {world_size} {noun} ({per_node} per node)")
+    launch = f"{world_size} x {device.type} ({per_node} per node)"
+    log_on_rank_0(f"Starting distributed training on {launch}")
     log_on_rank_0(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
         timeout = timedelta(seconds=cfg.hang_timeout)
@@ -935,18 +930,13 @@ class Sync:
 
     SECONDS = 1  # between two of them; or one step, if that takes longer
 
-    def __init__(self, cfg, world, last_step: int, requests: StopRequests | None):
+    def __init__(self, cfg, world):
         self.cfg = cfg
         self.world = world
-        self.last_step = last_step
-        self.requests = requests
         self.stop_reason = ""  # the same on all ranks
         # What loss() has returned since the last exchange, by (interval, name).
         self.columns = defaultdict(list)
         self.steps_between = 1  # from one exchange to the next
-        self.seconds_per_step = 1.0  # between the last two
-        self.data_wait = 0.0  # the part of it in which the ranks wait for data
-        self.seconds_left = None  # until the first exchange
         # By step, if it is recorded: learning rate, and norm of the gradient before clipping.
         self.recorded = {}
         self.restart(0)
@@ -968,13 +958,13 @@ class Sync:
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self.columns[interval, name].append(number)
 
-    def all_reduce(self, step: int, flags: list[bool]):
-        """({interval: sums over all ranks}, the number of ranks that set each flag). Collective.
+    def take_sums(self) -> dict[tuple[int, str], float]:
+        """{(interval, name): sum of what was added}, in the same order on all ranks.
 
-        The sums are in float64. That of "loss" counts each mean loss as often as its items.
+        In float64. That of "loss" counts each mean loss as often as its items.
         """
         numbers = {}
-        for key, column in sorted(self.columns.items()):  # in the same order on all ranks
+        for key, column in sorted(self.columns.items()):
             is_tensor = isinstance(column[0], torch.Tensor)  # then it waits for the GPU
             numbers[key] = torch.stack(column).tolist() if is_tensor else column
         self.columns.clear()
@@ -986,34 +976,34 @@ class Sync:
             if name == "loss":
                 column = [loss * count for loss, count in zip(column, counts)]
             sums[interval, name] = float(sum(column))
-        agreed = self.agree(step, [*sums.values(), *flags])
-        totals = defaultdict(dict)
-        for (interval, name), total in zip(sums, agreed):
-            totals[interval][name] = total
-        return totals, agreed[len(sums) :]
+        return sums
 
-    def agree(self, step: int, numbers: list[float] = ()) -> list[float]:
-        """The sums of the numbers over all ranks; sets stop_reason. Collective."""
+    def all_reduce(self, step: int, requests: list[str]) -> tuple[dict, list[str]]:
+        """({interval: sums over all ranks}, the requests of any rank). Collective.
+
+        Sets stop_reason.
+        """
         start_hang_timer(self.cfg)
-        known = self.requests.poll(self.world.rank) if self.requests else []
-        flags = [reason in known for reason in STOP_REASONS]
-        elapsed = time.monotonic() - self.time
-        sums = [elapsed, self.seconds_waited, *flags, *numbers]
+        sums = self.take_sums()
+        numbers = {"elapsed": time.monotonic() - self.time, "waited": self.seconds_waited, **sums}
+        for request in REQUESTS:
+            numbers[request] = request in requests
         if self.world.world_size > 1:
-            vector = torch.tensor(sums, dtype=torch.float64).to(self.world.device)
+            vector = torch.tensor([*numbers.values()], dtype=torch.float64).to(self.world.device)
             dist.all_reduce(vector)
-            sums = vector.tolist()
-        elapsed, waited, *rest = sums
-        for reason, is_set in zip(STOP_REASONS, rest):
-            if is_set and not self.stop_reason:
-                self.stop_reason = reason
+            numbers = dict(zip(numbers, vector.tolist()))
+        agreed = [request for request in REQUESTS if numbers[request]]
+        if agreed and agreed[0] in STOP_REASONS:  # they come first
+            self.stop_reason = agreed[0]
         steps = max(1, step - self.step)
-        self.seconds_per_step = elapsed / steps / self.world.world_size
-        self.data_wait = waited / elapsed
-        self.seconds_left = (self.last_step - step) * self.seconds_per_step
+        self.seconds_per_step = numbers["elapsed"] / steps / self.world.world_size
+        self.data_wait = numbers["waited"] / numbers["elapsed"]  # the share of the time
         # The first steps are slow: approach the right number by doubling it.
         self.steps_between = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
-        return rest[len(STOP_REASONS) :]
+        totals = defaultdict(dict)
+        for interval, name in sums:
+            totals[interval][name] = numbers[interval, name]
+        return totals, agreed
 
 
 def start_hang_timer(cfg):
@@ -1053,42 +1043,38 @@ class MetricsWriter:
                 id=saver.run_id, resume="allow", dir=self.path.parent, config=options
             )
 
-    def record_intervals(self, state, totals, sync):
+    def record_intervals(self, state, totals, sync, seconds_left: float):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
         every = self.cfg.log_every_steps
         for interval, sums in totals.items():
             end = min(interval * every + every, state.step)
             check_loss(sums, f"in the steps {interval * every + 1} to {end}")
-            for longer in (state.epoch_sums, state.interval_sums):
-                for name, value in sums.items():
-                    longer[name] = longer.get(name, 0.0) + value
-            if self.stream.ends_interval(end, every):
-                self.record_interval(end, state.interval_sums, sync)
-                state.interval_sums = {}
+            state.epoch_sums.update(sums)  # a Counter adds
+            state.interval_sums.update(sums)
+            if not self.stream.ends_interval(end, every):
+                continue
+            values = report(self.task, state.interval_sums)
+            state.interval_sums = Counter()
+            rate = self.cfg.global_batch_size / sync.seconds_per_step
+            epoch = end * self.cfg.global_batch_size / self.stream.samples
+            left = timedelta(seconds=round(seconds_left))
+            line = f"  step {end}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
+            log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
+            lr, norm = sync.recorded.pop(end)
+            values |= {
+                "lr": lr,
+                "samples_per_second": rate,
+                "data_wait": sync.data_wait,  # share of the time
+                "gradient_norm": float(norm),
+                "seconds_left": seconds_left,
+                "gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # at its peak
+            }
+            self.record("train", end, values)
 
-    def record_interval(self, step: int, sums, sync):
-        values = report(self.task, sums)
-        rate = self.cfg.global_batch_size / sync.seconds_per_step
-        epoch = step * self.cfg.global_batch_size / self.stream.samples
-        left = timedelta(seconds=round(sync.seconds_left))
-        line = f"  step {step}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
-        log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
-        lr, norm = sync.recorded.pop(step)
-        values |= {
-            "lr": lr,
-            "samples_per_second": rate,
-            "data_wait": sync.data_wait,  # share of the time
-            "gradient_norm": float(norm),
-            "seconds_left": sync.seconds_left,
-        }
-        if torch.cuda.is_available():
-            values["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # at its peak
-        self.record("train", step, values)
-
-    def record_evaluation(self, state, test_sums: dict[str, float]) -> dict[str, float]:
+    def record_evaluation(self, state, test_sums: Counter) -> dict[str, float]:
         """Record an evaluation, and at its end the epoch. Returns the metrics of the test set.
 
-        Both are {} without a test set.
+        For rank 0. Both are empty without a test set.
         """
         test_values = {}
         if test_sums:
@@ -1098,10 +1084,11 @@ class MetricsWriter:
         if self.stream.ends_epoch(state.step):
             epoch = self.stream.epochs_done(state.step)
             values = report(self.task, state.epoch_sums) | values
-            log_on_rank_0(f"Epoch {epoch}: {describe(values)}")
+            log(f"Epoch {epoch}: {describe(values)}")
             self.record("epoch", state.step, {"epoch": epoch, **values})
+            state.epoch_sums = Counter()
         elif values:
-            log_on_rank_0(f"  step {state.step}: {describe(values)}")
+            log(f"  step {state.step}: {describe(values)}")
             self.record("evaluation", state.step, values)
         return test_values
 
@@ -1126,14 +1113,14 @@ class MetricsWriter:
 
 def report(task, sums: dict[str, float]) -> dict[str, float]:
     """Task.report(), whose values may also be tensors or numbers of NumPy."""
-    return {name: float(value) for name, value in task.report(sums).items()}
+    return {name: float(value) for name, value in task.report(dict(sums)).items()}
 
 
 def check_loss(sums: dict[str, float], where: str):
     """UserError if the sum of the losses is not finite; the same on all ranks."""
     if not math.isfinite(sums["loss"]):
-        remedy = "lower --lr, or set --clip-grad-norm"
-        raise UserError(f"the loss is not finite {where}: {remedy}", "NaN")
+        text = f"the loss is not finite {where}: lower --lr, or set --clip-grad-norm"
+        raise UserError(text, "NaN")
 
 
 def describe(values: dict[str, float]) -> str:
@@ -1162,6 +1149,7 @@ def log_on_rank_0(text: str):
 # ----------------------------------------------------------------------------------- STOPPING
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 STOP_REASONS = [*[number.name for number in STOP_SIGNALS], "STOP file", "time limit"]
+REQUESTS = [*STOP_REASONS, "SAVE", "PROFILE"]
 
 
 class StopRequests:
@@ -1187,20 +1175,16 @@ class StopRequests:
         if not self.signal:
             self.signal = signal.Signals(number).name
             self.signal_time = time.time()
-            if number == signal.SIGINT and is_rank_0():
-                text = b"\nstopping: ranks save and exit; press Ctrl-C again to kill them\n"
-                with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
-                    os.write(2, text)
         # Within a second of the first, it is the same Ctrl-C, forwarded by a launcher.
         elif number == signal.SIGINT and time.time() > self.signal_time + 1:
             os._exit(130)
 
-    def poll(self, rank: int) -> list[str]:
+    def poll(self) -> list[str]:
         """The reasons that this rank knows of. Only rank 0 looks at files and the clock."""
         reasons = [self.signal]
-        if rank == 0 and any(file.exists() for file in self.files):
+        if is_rank_0() and any(file.exists() for file in self.files):
             reasons.append("STOP file")
-        if rank == 0 and time.time() > self.deadline:
+        if is_rank_0() and time.time() > self.deadline:
             reasons.append("time limit")
         return reasons
 
@@ -1274,11 +1258,11 @@ class Saver:
             "samples": stream.samples,
             "code": self.code,
         }
-        self.began = time.time()
         self.last_save = time.monotonic()
         self.run_id = os.urandom(8).hex()
         self.start_step = 0
         self.saved_step = 0
+        self.newest: Path | None = None  # checkpoint of this run, even if its save has failed
         self.has_failed = False  # the last save
 
     def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
@@ -1295,37 +1279,38 @@ class Saver:
         if checkpoint["scaler"]:  # of fp16
             scaler.load_state_dict(checkpoint["scaler"])
         vars(state).update(checkpoint["state"])
+        self.newest = path
         self.start_step = state.step
         if path.parent == self.directory:
             self.run_id = checkpoint["run_id"]
             self.saved_step = state.step
 
-    def poll(self) -> list[bool]:
-        """Whether to save (by the clock or a file SAVE) and to record steps (a file PROFILE).
-
-        Removes PROFILE. False on other ranks than 0.
-        """
-        if not is_rank_0():
-            return [False, False]
-        is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-        save = is_late or (self.directory / "SAVE").exists()
-        file = self.directory / "PROFILE"
-        profile = file.exists()
-        if profile:
-            file.unlink()
-        return [save, profile]
+    def poll(self) -> list[str]:
+        """On rank 0: SAVE, by the clock or by a file, and PROFILE, whose file it removes."""
+        requests = []
+        if is_rank_0():
+            is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
+            if is_late or (self.directory / "SAVE").exists():
+                requests.append("SAVE")
+            profile = self.directory / "PROFILE"
+            if profile.exists():
+                profile.unlink()
+                requests.append("PROFILE")
+        return requests
 
     def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
 
-        A failed save is a warning once, and an error the second time.
+        Deletes all but the newest --keep of them. A failed save is a warning once, and an error
+        the second time.
         """
         if not is_rank_0():
             return
-        path = self.path_of(state.step)
-        finite = [p.isfinite().all() for p in model.parameters()]
-        if not torch.stack(finite).all():
-            raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
+        name = f"checkpoint_step_{state.step}.pt"
+        if self.stream.ends_epoch(state.step):
+            name = f"checkpoint_epoch_{self.stream.epochs_done(state.step)}.pt"
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise UserError(f"{name} not saved: the weights are not finite; lower --lr", "NaN")
         content = {
             **self.identity,
             "config": vars(self.cfg),
@@ -1336,6 +1321,7 @@ class Saver:
             "scaler": scaler.state_dict(),
         }
         content["digests"] = digests_in(content)
+        self.newest = self.directory / name
 
         def write(file):
             torch.save(content, file)
@@ -1343,44 +1329,31 @@ class Saver:
             open_checkpoint(file.name)  # if it cannot be loaded, the run ends now, not later
 
         try:
-            write_file(path, write)
+            write_file(self.newest, write)
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
-            self.delete_old(path)
+            paths = checkpoints_in(self.directory)
+            paths.sort(key=lambda path: (path == self.newest, path.lstat().st_mtime))
+            for old in paths[: -self.cfg.keep]:  # this one is always among those that stay
+                old.unlink(missing_ok=True)
         except UserError as error:
             if self.has_failed:
                 raise
             self.has_failed = True
             warn(f"{error}")
         self.last_save = time.monotonic()
-        with suppress(OSError):
-            (self.directory / "SAVE").unlink()
+        (self.directory / "SAVE").unlink(missing_ok=True)
 
-    def path_of(self, step: int) -> Path:
-        if self.stream.ends_epoch(step):
-            return self.directory / f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
-        return self.directory / f"checkpoint_step_{step}.pt"
-
-    def save_best(self, step: int):
-        """Keep the checkpoint of this step as best.pt, beside the newest ones."""
-        if not is_rank_0():
-            return
+    def save_best(self):
+        """Keep the newest checkpoint as best.pt, beside the others. For rank 0."""
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
-            os.link(self.path_of(step), temporary)
+            os.link(self.newest, temporary)
             temporary.replace(self.directory / "best.pt")
         except OSError as error:  # that save has failed
             warn(f"cannot keep the best checkpoint: {error}")
-        with suppress(OSError):
-            temporary.unlink()  # it stays if best.pt is that file already
-
-    def delete_old(self, newest: Path):
-        """Keep only the newest checkpoints, among them this one."""
-        paths = checkpoints_in(self.directory)
-        paths.sort(key=lambda path: (path == newest, path.lstat().st_mtime))
-        for old in paths[: -self.cfg.keep]:
-            old.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
     def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
         """status.json, and a copy for the supervisor. States: running, finished, stopped,
@@ -1397,7 +1370,6 @@ class Saver:
             "saved_step": self.saved_step,
             "seconds_left": seconds_left,
             "world_size": launch_variable("WORLD_SIZE", 1),
-            "began": self.began,
         }
         text = json.dumps(status).encode()
         for path in [self.directory / "status.json", os.environ.get("STATUS_FILE")]:
@@ -1525,13 +1497,6 @@ def run_directory(cfg) -> Path:
     return Path(cfg.checkpoint_dir or "checkpoints")
 
 
-def settle_options(cfg, world, checkpoint: dict | None):
-    """The global batch of a run that is resumed stays, on any number of ranks."""
-    saved = checkpoint["config"] if checkpoint else {}
-    default = saved.get("global_batch_size", cfg.batch_size * world.world_size)
-    cfg.global_batch_size = cfg.global_batch_size or default
-
-
 def refuse_changes(cfg, checkpoint: dict, identity: dict):
     """UserError if options, or the identity of the run, have changed in a way that is not allowed.
 
@@ -1580,7 +1545,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         hint = did_you_mean(unknown[1], [*self._option_string_actions]) if unknown else ""
-        raise UserError(message[:1000] + hint)
+        raise UserError(message + hint)
 
 
 def build_parser(task) -> Parser:
@@ -1592,47 +1557,46 @@ def build_parser(task) -> Parser:
         conflict_handler="resolve",  # a task may define an option anew
     )
     add = parser.add_argument
-    on_or_off = argparse.BooleanOptionalAction
-    switch = functools.partial(add, action=on_or_off, default=False)
+    switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=False)
 
-    def option(name: str, kind: Callable, default, text: str):
+    def option(name: str, kind: Callable, text: str, default=None):
         add(name, type=kind, default=default, help=text)
 
-    option("--config", path, None, "FILE of options in YAML; the command line wins")
-    option("--evaluate", path, None, "FILE.pt: evaluate it and nothing else, by its options")
+    option("--config", path, "FILE of options in YAML; the command line wins")
+    option("--evaluate", path, "FILE.pt: evaluate it and nothing else, by its options")
     add("--checkpoint-dir", "--save-dir", type=path, help="of this run [checkpoints]")
-    option("--resume", path, None, "FILE.pt: continue its run in a new --checkpoint-dir")
-    option("--init", path, None, "FILE.pt: begin with the weights of another run")
-    option("--epochs", positive_int, 5, "passes over the training data [5]")
-    option("--stop-at-step", positive_int, None, "save and exit at this step; same schedule")
-    option("--seed", int, 42, "random seed [42]")
+    option("--resume", path, "FILE.pt: continue its run in a new --checkpoint-dir")
+    option("--init", path, "FILE.pt: begin with the weights of another run")
+    option("--epochs", positive_int, "passes over the training data [5]", 5)
+    option("--stop-at-step", positive_int, "save and exit at this step; same schedule")
+    option("--seed", int, "random seed [42]", 42)
     switch("--deterministic", help="repeatable kernels, slower on a GPU")
     switch("--reproducible", help="the same weights on any number of ranks")
-    option("--data-dir", path, "data", "where the data is or is downloaded to [data]")
-    option("--num-workers", int, None, "loader workers, for files [cores of a rank]")
-    option("--batch-size", positive_int, 64, "micro-batch: samples per forward pass [64]")
-    option("--global-batch-size", positive_int, None, "samples per step [batch size x ranks]")
+    option("--data-dir", path, "where the data is or is downloaded to [data]", "data")
+    option("--num-workers", int, "loader workers, for files [cores of a rank]")
+    option("--batch-size", positive_int, "micro-batch: samples per forward pass [64]", 64)
+    option("--global-batch-size", positive_int, "samples per step [batch size x ranks]")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
-    option("--lr", not_negative, 0.05, "peak learning rate [0.05]")
-    option("--warmup-epochs", not_negative, 0.2, "epochs of linear warm-up [0.2]")
-    option("--weight-decay", not_negative, 1e-4, "[0.0001]")
-    option("--clip-grad-norm", not_negative, 0.0, "largest norm of the gradient; 0: off [0]")
+    option("--lr", not_negative, "peak learning rate [0.05]", 0.05)
+    option("--warmup-epochs", not_negative, "epochs of linear warm-up [0.2]", 0.2)
+    option("--weight-decay", not_negative, "[0.0001]", 1e-4)
+    option("--clip-grad-norm", not_negative, "largest norm of the gradient; 0: off [0]", 0.0)
     add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
     switch("--tf32", default=True, help="TF32 for products of float32 on GPUs [on]")
     switch("--compile", help="torch.compile the model")
     switch("--activation-checkpointing", help="less memory, slower")
-    option("--eval-every-steps", positive_int, None, "evaluate every N steps and each epoch")
-    option("--patience", positive_int, None, "stop after N evaluations without a better one")
-    option("--log-every-steps", positive_int, 20, "steps between records [20]")
+    option("--eval-every-steps", positive_int, "evaluate every N steps and each epoch")
+    option("--patience", positive_int, "stop after N evaluations without a better one")
+    option("--log-every-steps", positive_int, "steps between records [20]", 20)
     switch("--tensorboard", help="also write TensorBoard files")
     switch("--wandb", help="also log to W&B (WANDB_MODE=offline works)")
-    option("--save-minutes", not_negative, 10.0, "minutes between saves [10]")
-    option("--checkpoint-every-steps", positive_int, None, "also save every N steps")
-    option("--keep", positive_int, 3, "newest checkpoints to keep [3]")
+    option("--save-minutes", not_negative, "minutes between saves [10]", 10.0)
+    option("--checkpoint-every-steps", positive_int, "also save every N steps")
+    option("--keep", positive_int, "newest checkpoints to keep [3]", 3)
     add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl or xccl on GPUs, else gloo]")
-    option("--nodes", positive_int, None, "fail unless there are this many nodes")
-    option("--gpus-per-node", positive_int, None, "fail unless a node has this many ranks")
-    option("--hang-timeout", positive_int, 600, "seconds without progress [600]")
+    option("--nodes", positive_int, "fail unless there are this many nodes")
+    option("--gpus-per-node", positive_int, "fail unless a node has this many ranks")
+    option("--hang-timeout", positive_int, "seconds without progress [600]", 600)
     task.add_options(parser)  # last: it may set defaults of the others
     return parser
 
@@ -1655,13 +1619,6 @@ def positive_int(text: str) -> int:
 def not_negative(text: str) -> float:
     number = float(text)
     if not number >= 0:  # also if it is NaN
-        raise ValueError
-    return number
-
-
-def fraction(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
         raise ValueError
     return number
 
@@ -1698,13 +1655,15 @@ def read_config(file: str, parser) -> list[str]:
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         action = parser._option_string_actions.get(flag)  # None: argparse will refuse the flag
+        is_switch = action and action.nargs == 0
+        text = str(value).lower()
         if value in ("", "null", "~"):  # the default
             continue
         if isinstance(value, list):
             words += [flag, *map(str, value)]
-        elif action and action.nargs == 0 and str(value).lower() == "true":  # a switch
+        elif is_switch and text == "true":
             words.append(flag)
-        elif action and action.nargs == 0 and str(value).lower() == "false":
+        elif is_switch and text == "false":
             words += action.option_strings[1:]  # its --no-..., if there is one
         else:
             words.append(f"{flag}={value}")
@@ -1732,7 +1691,6 @@ def main(task: Task | None = None, argv: list[str] | None = None):
     finally:
         faulthandler.cancel_dump_traceback_later()  # a script may go on after main()
         gc.enable()
-        gc.unfreeze()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch raises an error at the exit
         for worker in multiprocessing.active_children():
             worker.kill()  # of a DataLoader; exit would wait for it

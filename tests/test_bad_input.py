@@ -34,7 +34,6 @@ def sentence_of(result) -> str:
         ("--epochs=0", "--epochs: invalid positive_int value: '0'"),
         ("--lr=-1", "--lr: invalid not_negative value: '-1'"),
         ("--lr=nan", "--lr: invalid not_negative value: 'nan'"),
-        ("--dropout=2", "--dropout: invalid fraction value: '2'"),
         ("--amp=int4", "--amp: invalid choice: 'int4'"),
     ],
 )

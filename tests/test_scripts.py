@@ -31,7 +31,7 @@ def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
     quickstart = REPO / "scripts/quickstart.sh"
     first = run(quickstart, "--epochs=1", **env)
     assert first.returncode == 0, first.stderr
-    assert "Starting distributed training on 2 processes (2 per node)" in first.stdout
+    assert "Starting distributed training on 2 x cpu (2 per node)" in first.stdout
     accuracy = float(re.search(r"test_accuracy ([\d.]+)", first.stdout)[1])
     assert accuracy > 0.8
     assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")

@@ -50,7 +50,7 @@ def test_a_slurm_step_trains_in_spite_of_stale_variables(tmp_path, tiny):
     run = run_ranks(3, *command, "--global-batch-size=32", env=env, directory=tmp_path / "run")
     assert run.codes == [0, 0, 0], run.err
     first, second, third, *_ = run.out[0].splitlines()
-    assert first == "Starting distributed training on 3 processes (3 per node)"
+    assert first == "Starting distributed training on 3 x cpu (3 per node)"
     assert second.startswith(f"Master node: {os.uname().nodename}; PyTorch 2.")
     assert third == "Global batch 32 = 4 x 8; 6.344 steps per epoch"
     others = [line for out in run.out[1:] for line in out.splitlines()]
@@ -60,7 +60,7 @@ def test_a_slurm_step_trains_in_spite_of_stale_variables(tmp_path, tiny):
 
 def test_plain_python_in_a_batch_shell_is_a_single_process(tmp_path, tiny):
     run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", env=BATCH_SHELL)
-    assert "Starting distributed training on 1 process (1 per node)\n" in run.out[0]
+    assert "Starting distributed training on 1 x cpu (1 per node)\n" in run.out[0]
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class Accelerators:
             file.unlink()
         code = f"{self.enable(devices)}\n{before}"
         run = train(directory, ranks, *options, before=code)
-        assert f"distributed training on {ranks} GPU" in run.out[0]
+        assert f"distributed training on {ranks} x " in run.out[0]
         return run
 
     def of_rank(self, rank: int) -> list[dict]:

@@ -124,7 +124,7 @@ def check(expected):
 
     def check(text: str, run: Path, hosts: dict[str, str]) -> None:
         per_node = f"{4 // len(hosts)} per node"
-        assert f"Starting distributed training on 4 processes ({per_node})" in text, text
+        assert f"Starting distributed training on 4 x cpu ({per_node})" in text, text
         found = re.findall(r"(?m)^(?:\S+: )?guard.py: ranks? ([\d,-]+) on (\S+)$", text)
         assert {host: ranks for ranks, host in found} == hosts, text
         state = torch.load(run / "checkpoint_epoch_1.pt", weights_only=True)

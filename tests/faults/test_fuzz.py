@@ -65,7 +65,7 @@ def good_values():
             texts = [""]
         elif action.choices:
             texts = list(action.choices)
-        elif action.type in (trainer.not_negative, trainer.fraction):
+        elif action.type is trainer.not_negative:
             texts = ["0", "0.5", "1"]
         for name in action.option_strings:
             good[name] = texts

@@ -18,21 +18,21 @@ TRAINER = {
         "faults/test_stop.py -k 'signal_to_any_rank and SIGUSR1'",
         r"exit codes \[.*[1-9]|still ran after",
         """
-        def agree(self, step, numbers=(), inner=t.Sync.agree):
-            numbers = inner(self, step, numbers)
-            self.stop_reason = self.requests.signal if self.requests else ""
-            return numbers
+        def all_reduce(self, step, requests, inner=t.Sync.all_reduce):
+            result = inner(self, step, requests)
+            self.stop_reason = requests[0] if requests else ""  # a signal to this rank
+            return result
 
-        t.Sync.agree = agree
+        t.Sync.all_reduce = all_reduce
         """,
     ),
     "a STOP file is polled": (
         "faults/test_stop.py -k 'clock and STOP'",
         "still ran after",
         """
-        def poll(self, rank, inner=t.StopRequests.poll):
+        def poll(self, inner=t.StopRequests.poll):
             self.files = []
-            return inner(self, rank)
+            return inner(self)
 
         t.StopRequests.poll = poll
         """,
@@ -41,9 +41,9 @@ TRAINER = {
         "faults/test_stop.py -k tenth",
         r"== True$",
         """
-        def poll(self, rank, inner=t.StopRequests.poll):
+        def poll(self, inner=t.StopRequests.poll):
             self.deadline += 1000
-            return inner(self, rank)
+            return inner(self)
 
         t.StopRequests.poll = poll
         """,

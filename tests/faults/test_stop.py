@@ -131,7 +131,7 @@ def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
     requests = train_distributed.StopRequests(cfg)
     for left, expected in ((reserve + 2, False), (reserve - 2, True)):
         monkeypatch.setattr(time, "time", lambda left=left: end - left)
-        assert ("time limit" in requests.poll(0)) == expected
+        assert ("time limit" in requests.poll()) == expected
 
 
 @pytest.mark.parametrize(
@@ -247,5 +247,4 @@ def test_a_ctrl_c_forwarded_by_a_launcher_saves_and_a_second_one_kills(
     stopped = launch(run, 1, *tiny, FOREVER, during=during, before=slow)
     assert stopped.codes == [code]
     assert stopped.checkpoints() if code == 0 else not stopped.checkpoints()
-    text = "\nstopping: ranks save and exit; press Ctrl-C again to kill them\n"
-    assert stopped.err == [text]  # once
+    assert stopped.err == [""]
