@@ -54,15 +54,15 @@ class SlowRankWatch:
                     continue
                 if over.wait(self.interval / 4) or not store.check(keys):
                     continue
-                notes = [json.loads(text) for text in store.multi_get(keys)]
-                if all(other["interval"] == note["interval"] for other in notes):
-                    self.compare(notes)
+                self.compare([json.loads(text) for text in store.multi_get(keys)])
+                for key in keys:
+                    store.delete_key(key)  # each note is compared once
 
     def own_note(self) -> dict | None:
         """This rank's arrivals in the steps since the last note; None if there are too few.
 
-        {"interval": its number; "step_seconds": the usual time of a step; "arrivals": the usual
-        arrival at each place in a step, in seconds}
+        {"step_seconds": the usual time of a step; "arrivals": the usual arrival at each place in a
+        step, in seconds}
         """
         for step in arrivals_in_steps(list(self.watch.step_times)):
             if step["end"] > self.last_end:
@@ -74,7 +74,6 @@ class SlowRankWatch:
         self.steps = []
         places = zip(*(step["arrivals"] for step in steps))
         return {
-            "interval": round(time.time() / self.interval),
             "step_seconds": typical([step["seconds"] for step in steps]),
             "arrivals": [typical(values) for values in places],
         }

@@ -36,7 +36,9 @@ def end_the_tests(*_):
     raise KeyboardInterrupt
 
 
-# A shell ignores SIGINT for processes in the background, and nohup SIGHUP. Children would, too.
+# A shell ignores SIGINT and SIGQUIT for processes in the background, and nohup SIGHUP. Children
+# would, too.
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 for number in INTERRUPTS:
     signal.signal(number, end_the_tests)

@@ -137,6 +137,28 @@ SCRIPTS = {
 PEERS = [pytest.param(name, marks=pytest.mark.long) for name in ("accelerate", "lightning")]
 
 
+SAVES_AT_THE_END = """
+import dataclasses, pickle, threading, time
+
+@dataclasses.dataclass
+class State:
+    step: int
+
+def save():
+    time.sleep(0.5)  # until the last line has run
+    print("saved", len(pickle.dumps(State(7))) > 0)
+
+threading.Thread(target=save).start()
+"""
+
+
+def test_a_thread_that_outlives_the_last_line_still_has_its_module(tmp_path):
+    (tmp_path / "own.py").write_text(SAVES_AT_THE_END)
+    command = [sys.executable, REPO / "scripts/guard.py", tmp_path / "own.py"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "saved True" in result.stdout, result.stderr
+
+
 @pytest.mark.parametrize("name", ["ddp with loader workers", *PEERS])
 def test_an_unmodified_script_runs_under_torchrun(tmp_path, name):
     script = tmp_path / "my_train.py"
@@ -1282,6 +1304,7 @@ UNKNOWN = {"ecc.errors.uncorrected.volatile.total": "[N/A]"}
         # No evidence: the script's own fault, or something that the driver does not know.
         (OTHER_ERROR, {}, "", ""),
         (ECC_ERROR, UNKNOWN, "", ""),
+        (OTHER_ERROR, ECC, "", ""),  # the driver may have counted it long ago
         (OTHER_ERROR, {}, "Failed to initialize NVML: Unknown Error", ""),  # of a container
         ("CUDA out of memory", RESET, "", ""),
         ("index 7 is out of bounds", RESET, "", ""),

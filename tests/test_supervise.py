@@ -191,6 +191,27 @@ def test_a_closed_terminal_stops_the_training_and_is_logged(tmp_path, fake, star
     assert (attempt["cause"], attempt["reason"]) == ("stopped", "SIGHUP")
 
 
+def test_a_stop_reaches_the_training_although_log_dir_cannot_be_written(tmp_path, fake, start):
+    (tmp_path / "file").touch()
+    process = start(*fake, LOG_DIR=tmp_path / "file")
+    wait_for_attempt(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "WARNING: cannot write to" in text, text
+    (attempt,) = attempts(tmp_path)
+    assert attempt["cause"] == "stopped"
+
+
+def test_the_files_of_a_killed_supervisor_do_not_stop_the_next_one(supervisor, tmp_path):
+    """In a container, each of them has the same process id."""
+    module, us = supervisor
+    left = us.directory / f"{module.HOST}_{os.getpid()}_1"
+    left.mkdir(parents=True)
+    (left / "STOP_FILE").touch()
+    us.command = ["bash", "-c", '[[ ! -e "$STOP_FILE" ]]']
+    assert us.attempt()["cause"] == "ended"
+
+
 def test_a_training_without_a_deadline_of_its_own_is_stopped_in_time(tmp_path, fake, supervise):
     code, text = supervise(*fake, MAX_DURATION="2")
     assert code == 0, text
