@@ -43,6 +43,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections import Counter, defaultdict
@@ -176,7 +177,10 @@ class Task:
         """
         images, labels = batch
         logits = model(images)
-        loss = F.cross_entropy(logits, labels)
+        try:
+            loss = F.cross_entropy(logits, labels)
+        except IndexError as error:  # on a GPU: "device-side assert", see docs/TROUBLESHOOTING.md
+            raise UserError(f"a label is not from 0 to {logits.shape[1] - 1} ({error})") from None
         return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
     def report(self, sums: dict[str, float]) -> dict[str, float]:
@@ -270,8 +274,7 @@ def train(task, cfg, world):
     seconds_left = None  # until the first exchange
     enough = ""  # why to finish before the last step
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
-    log_on_rank_0(f"Code: {saver.code}")
-    log_on_rank_0(f"{begin}, to step {last_step}")
+    log_on_rank_0(f"Code: {saver.code}\n{begin}, to step {last_step}")
     saver.write_status(state.step, "running")
 
     set_training_mode(model)
@@ -512,7 +515,7 @@ def collect_garbage():
 def open_data(task, cfg) -> list:
     """Task.data(), on rank 0 first, because it may download. Collective."""
     start_hang_timer(cfg)
-    data_sets: list = []
+    data_sets = []
 
     def open_all():
         seed_generators(cfg.seed)  # for data sets that are divided at random
@@ -523,11 +526,9 @@ def open_data(task, cfg) -> list:
         open_all()
     given = [data_set for data_set in data_sets if data_set is not None]
     for data_set in given:
-        name = type(data_set).__name__
         if isinstance(data_set, IterableDataset):
+            name = type(data_set).__name__
             raise UserError(f"{name} has no index: return a map-style data set, with __getitem__()")
-        if len(data_set) == 0:
-            raise UserError(f"{name} has no samples: is --data-dir right?")
     seen = gather([[len(data_set) for data_set in given], task.spec])
     for rank, other in enumerate(seen):
         if other != seen[0]:
@@ -677,6 +678,8 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
         "worker_init_fn": ignore_stop_signals,
         "pin_memory": world.device.type != "cpu",
     }
+    if workers and len(tempfile.gettempdir()) > 70:
+        raise UserError("TMPDIR is too long for the sockets of loader workers: set a shorter one")
     if workers and sys.platform == "linux":  # a signal would end Python 3.14's forkserver
         options["multiprocessing_context"] = "fork"
     options |= task.loader_options()
@@ -684,10 +687,11 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
 
 
 def cores_of_rank() -> int:
-    """The cores that this rank is bound to, at most 16."""
-    if not hasattr(os, "sched_getaffinity"):  # not Linux
-        return 1
-    return min(16, len(os.sched_getaffinity(0)))
+    """The cores of this rank: those it is bound to, at most its share of the machine, and 16."""
+    cores = (os.cpu_count() or 1) // launch_variable("LOCAL_WORLD_SIZE", 1)
+    if hasattr(os, "sched_getaffinity"):  # Linux; scripts/guard.py and Slurm bind a rank
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return min(16, max(1, cores))
 
 
 def ignore_stop_signals(_worker: int):
@@ -1023,7 +1027,7 @@ class MetricsWriter:
         self.task = task
         self.cfg = cfg
         self.stream = saver.stream
-        self.path = run_directory(cfg) / "metrics.jsonl"
+        self.path = saver.directory / "metrics.jsonl"
         self.board = None  # of TensorBoard
         self.wandb = None
         on_rank_0(self.open, saver)
@@ -1043,7 +1047,7 @@ class MetricsWriter:
                 id=saver.run_id, resume="allow", dir=self.path.parent, config=options
             )
 
-    def record_intervals(self, state, totals, sync, seconds_left: float):
+    def record_intervals(self, state, totals, sync, seconds_left):
         """Add the totals of Sync to the state. Record the intervals that are complete."""
         every = self.cfg.log_every_steps
         for interval, sums in totals.items():
@@ -1119,8 +1123,9 @@ def report(task, sums: dict[str, float]) -> dict[str, float]:
 def check_loss(sums: dict[str, float], where: str):
     """UserError if the sum of the losses is not finite; the same on all ranks."""
     if not math.isfinite(sums["loss"]):
-        text = f"the loss is not finite {where}: lower --lr, or set --clip-grad-norm"
-        raise UserError(text, "NaN")
+        raise UserError(
+            f"the loss is not finite {where}: lower --lr, or set --clip-grad-norm", "NaN"
+        )
 
 
 def describe(values: dict[str, float]) -> str:
@@ -1175,6 +1180,9 @@ class StopRequests:
         if not self.signal:
             self.signal = signal.Signals(number).name
             self.signal_time = time.time()
+            if number == signal.SIGINT and is_rank_0():
+                with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
+                    os.write(2, b"\nstopping: ranks save and exit; Ctrl-C again kills them\n")
         # Within a second of the first, it is the same Ctrl-C, forwarded by a launcher.
         elif number == signal.SIGINT and time.time() > self.signal_time + 1:
             os._exit(130)
@@ -1262,7 +1270,7 @@ class Saver:
         self.run_id = os.urandom(8).hex()
         self.start_step = 0
         self.saved_step = 0
-        self.newest: Path | None = None  # checkpoint of this run, even if its save has failed
+        self.newest = None  # checkpoint of this run, even if its save has failed
         self.has_failed = False  # the last save
 
     def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
@@ -1298,7 +1306,7 @@ class Saver:
                 requests.append("PROFILE")
         return requests
 
-    def save(self, state, model, optimizer, scaler, seconds_left: float = 0.0):
+    def save(self, state, model, optimizer, scaler, seconds_left=0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
 
         Deletes all but the newest --keep of them. A failed save is a warning once, and an error

@@ -215,12 +215,10 @@ def refusal_of(train_set, test_set) -> str:
     return str(refused.value)
 
 
-def test_a_data_set_without_an_index_or_without_samples_is_refused():
-    one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
+def test_a_data_set_without_an_index_is_refused():
+    one = InMemoryDataset(torch.zeros(1))
     refusal = "Stream has no index: return a map-style data set, with __getitem__()"
     assert refusal_of(Stream(), one) == refusal
-    for sets in ((none, one), (one, none)):
-        assert refusal_of(*sets) == "InMemoryDataset has no samples: is --data-dir right?"
 
 
 def test_floats_and_bytes_are_normalized_alike_and_gray_becomes_color():
@@ -251,11 +249,18 @@ def test_data_that_is_divided_at_random_is_the_same_on_all_ranks():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 @pytest.mark.parametrize(
-    ("bound_to", "workers"),
-    [(10, 10), (128, 16)],  # Slurm or scripts/guard.py bind a rank to its share of the cores
+    ("cores", "ranks_here", "bound_to", "workers"),
+    [
+        (96, 8, 96, 12),  # torchrun alone binds no rank
+        (96, 8, 10, 10),  # Slurm or scripts/guard.py gave it fewer
+        (2, 4, 2, 1),
+        (128, 1, 128, 16),
+    ],
 )
-def test_a_rank_has_one_loader_worker_per_core(monkeypatch, bound_to, workers):
+def test_a_rank_has_one_loader_worker_per_core(monkeypatch, cores, ranks_here, bound_to, workers):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(bound_to)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
     assert train_distributed.cores_of_rank() == workers
 
 

@@ -338,6 +338,15 @@ sys.stdout, sys.stderr = Lines(sys.stdout), Lines(sys.stderr)
     assert "Finished" in run.out[0]
 
 
+def test_a_long_tmpdir_is_refused_before_workers_hang(tmp_path):
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    listed = "def data(self, cfg): return [(torch.ones(4), torch.ones(1))] * 32, None"
+    before = f"import tempfile; tempfile.tempdir = {str(long)!r}\n" + small(listed)["before"]
+    message = refuse(tmp_path / "run", *QUICK, "--num-workers=1", before=before)
+    assert "TMPDIR" in message
+
+
 def test_a_file_system_without_locks_is_a_warning(tmp_path):
     before = """
 import fcntl

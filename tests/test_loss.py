@@ -122,6 +122,28 @@ def test_a_loss_that_is_not_finite_in_the_evaluation_ends_the_run(tmp_path, tiny
     assert run.codes == [2] and "the loss is not finite in the evaluation" in run.err[0]
 
 
+LABELS_FROM_1 = """if True:
+    import torch
+    import train_distributed as trainer
+
+    class FromOne(trainer.Task):
+        def data(self, cfg):
+            images, labels = torch.rand(64, 8), torch.arange(64) % 3 + 1
+            return trainer.InMemoryDataset(images, labels), None
+
+        def model(self, cfg):
+            return torch.nn.Linear(8, 3)
+
+    task = FromOne()
+"""
+
+
+def test_a_label_that_has_no_class_is_named(tmp_path):
+    run = launch(tmp_path / "run", 1, "--batch-size=16", before=LABELS_FROM_1)
+    assert run.codes == [2] and run.err[0].count("\n") == 1
+    assert "Target 3 " in run.err[0] and "from 0 to 2" in run.err[0]
+
+
 FIRST_FORWARD = """if True:
     import torch
     import train_distributed as trainer
