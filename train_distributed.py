@@ -273,6 +273,7 @@ def train(task, cfg, world):
     sync = Sync(cfg, world)
     seconds_left = None  # until the first exchange
     enough = ""  # why to finish before the last step
+    profiled = 0  # the step up to which they are recorded
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}\n{begin}, to step {last_step}")
     saver.write_status(state.step, "running")
@@ -307,8 +308,8 @@ def train(task, cfg, world):
                 if ends or "SAVE" in agreed or sync.stop_reason:
                     check_replicas(model)
                     saver.save(state, model, optimizer, scaler, seconds_left)
-                if "PROFILE" in agreed:
-                    start_profiler(cfg, world, optimizer, state.step)
+                if "PROFILE" in agreed and state.step >= profiled:
+                    profiled = start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
                 sync.restart(state.step)
         if saver.saved_step < state.step:  # that save has failed: try again, else fail
@@ -387,7 +388,7 @@ def parameters_of(optimizer) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def evaluate(task, cfg, world, model, test_set, requests=None) -> tuple[Counter, str]:
+def evaluate(task, cfg, world, model, test_set, requests=None):
     """(sums of Task.loss() over the test set, each sample once; "" or why to stop). Collective.
 
     The sums are empty without a test set. The checkpoint has been saved before.
@@ -491,7 +492,7 @@ def set_training_mode(model: nn.Module):
 
 
 def start_profiler(cfg, world, optimizer, step: int):
-    """Records five of the next steps of this rank in a file for Perfetto."""
+    """Record five of the next steps of this rank in a file for Perfetto. Returns their end."""
     directory = str(run_directory(cfg))
     log_on_rank_0(f"Recording the steps after {step}: see {directory}/trace_*.json")
     name = f"trace_step_{step}_rank_{world.rank}"
@@ -501,6 +502,7 @@ def start_profiler(cfg, world, optimizer, step: int):
     )
     profiler.start()
     optimizer.register_step_post_hook(lambda *_: profiler.step())
+    return step + 6
 
 
 def collect_garbage():
@@ -529,6 +531,8 @@ def open_data(task, cfg) -> list:
         if isinstance(data_set, IterableDataset):
             name = type(data_set).__name__
             raise UserError(f"{name} has no index: return a map-style data set, with __getitem__()")
+        if len(data_set) == 0:
+            raise UserError("a data set has no samples: is --data-dir right?")
     seen = gather([[len(data_set) for data_set in given], task.spec])
     for rank, other in enumerate(seen):
         if other != seen[0]:
@@ -962,7 +966,7 @@ class Sync:
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self.columns[interval, name].append(number)
 
-    def take_sums(self) -> dict[tuple[int, str], float]:
+    def take_sums(self):
         """{(interval, name): sum of what was added}, in the same order on all ranks.
 
         In float64. That of "loss" counts each mean loss as often as its items.
@@ -982,7 +986,7 @@ class Sync:
             sums[interval, name] = float(sum(column))
         return sums
 
-    def all_reduce(self, step: int, requests: list[str]) -> tuple[dict, list[str]]:
+    def all_reduce(self, step: int, requests: list[str]):
         """({interval: sums over all ranks}, the requests of any rank). Collective.
 
         Sets stop_reason.
@@ -1075,7 +1079,7 @@ class MetricsWriter:
             }
             self.record("train", end, values)
 
-    def record_evaluation(self, state, test_sums: Counter) -> dict[str, float]:
+    def record_evaluation(self, state, test_sums) -> dict[str, float]:
         """Record an evaluation, and at its end the epoch. Returns the metrics of the test set.
 
         For rank 0. Both are empty without a test set.
@@ -1115,12 +1119,12 @@ class MetricsWriter:
             self.wandb.log(numbers, step)
 
 
-def report(task, sums: dict[str, float]) -> dict[str, float]:
+def report(task, sums) -> dict[str, float]:
     """Task.report(), whose values may also be tensors or numbers of NumPy."""
     return {name: float(value) for name, value in task.report(dict(sums)).items()}
 
 
-def check_loss(sums: dict[str, float], where: str):
+def check_loss(sums, where: str):
     """UserError if the sum of the losses is not finite; the same on all ranks."""
     if not math.isfinite(sums["loss"]):
         raise UserError(
@@ -1672,7 +1676,7 @@ def read_config(file: str, parser) -> list[str]:
         elif is_switch and text == "true":
             words.append(flag)
         elif is_switch and text == "false":
-            words += action.option_strings[1:]  # its --no-..., if there is one
+            words += [word for word in action.option_strings if word.startswith("--no-")]
         else:
             words.append(f"{flag}={value}")
     return words
@@ -1699,6 +1703,7 @@ def main(task: Task | None = None, argv: list[str] | None = None):
     finally:
         faulthandler.cancel_dump_traceback_later()  # a script may go on after main()
         gc.enable()
+        gc.unfreeze()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch raises an error at the exit
         for worker in multiprocessing.active_children():
             worker.kill()  # of a DataLoader; exit would wait for it

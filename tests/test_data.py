@@ -215,10 +215,12 @@ def refusal_of(train_set, test_set) -> str:
     return str(refused.value)
 
 
-def test_a_data_set_without_an_index_is_refused():
-    one = InMemoryDataset(torch.zeros(1))
+def test_a_data_set_without_an_index_or_without_samples_is_refused():
+    one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
     refusal = "Stream has no index: return a map-style data set, with __getitem__()"
     assert refusal_of(Stream(), one) == refusal
+    for sets in ((none, one), (one, none)):
+        assert "no samples" in refusal_of(*sets)
 
 
 def test_floats_and_bytes_are_normalized_alike_and_gray_becomes_color():

@@ -204,7 +204,7 @@ def test_an_example_resumes_bit_for_bit_on_two_ranks(name, data, trained, tmp_pa
         ("fine_tuning", ["--milestones=2;3"], "2;3 is not a list of epochs like 2,3"),
         ("language_model", ["--data-dir=absent"], "has only 0 bytes"),
         ("regression", ["--data-dir=absent"], "cannot read absent/table.csv"),
-        ("tar_shards", ["--data-dir=absent"], "at most the 0 samples of the training set"),
+        ("tar_shards", ["--data-dir=absent"], "a data set has no samples: is --data-dir right?"),
         ("simclr", ["--reproducible"], "the loss depends on the number of ranks"),
         ("sync_batchnorm", ["--reproducible"], "and no --reproducible"),
     ],
