@@ -127,7 +127,7 @@ class Task:
         add = parser.add_argument
         datasets = ["mnist_sample", "mnist"]
         add("--dataset", choices=datasets, default="mnist_sample", help="[mnist_sample]")
-        add("--dropout", type=not_negative, default=0.25, help="[0.25]")
+        add("--dropout", type=fraction, default=0.25, help="[0.25]")
 
     def data(self, cfg) -> tuple[Dataset, Dataset | None]:
         """(training set, test set or None): map-style data sets of tuples, dicts or tensors.
@@ -960,7 +960,7 @@ class Sync:
         """The same on all ranks."""
         return step >= self.step + self.steps_between
 
-    def add(self, interval: int, values: dict):
+    def add(self, interval, values):
         """Keep numbers, and tensors without dimensions, without waiting for the GPU."""
         for name, value in values.items():
             number = value.detach() if isinstance(value, torch.Tensor) else value
@@ -1079,7 +1079,7 @@ class MetricsWriter:
             }
             self.record("train", end, values)
 
-    def record_evaluation(self, state, test_sums) -> dict[str, float]:
+    def record_evaluation(self, state, test_sums) -> dict:
         """Record an evaluation, and at its end the epoch. Returns the metrics of the test set.
 
         For rank 0. Both are empty without a test set.
@@ -1100,7 +1100,7 @@ class MetricsWriter:
             self.record("evaluation", state.step, values)
         return test_values
 
-    def record(self, kind: str, step: int, values: dict[str, float]):
+    def record(self, kind: str, step: int, values: dict):
         if not is_rank_0():
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -1124,7 +1124,7 @@ def report(task, sums) -> dict[str, float]:
     return {name: float(value) for name, value in task.report(dict(sums)).items()}
 
 
-def check_loss(sums, where: str):
+def check_loss(sums, where):
     """UserError if the sum of the losses is not finite; the same on all ranks."""
     if not math.isfinite(sums["loss"]):
         raise UserError(
@@ -1132,7 +1132,7 @@ def check_loss(sums, where: str):
         )
 
 
-def describe(values: dict[str, float]) -> str:
+def describe(values: dict) -> str:
     return ", ".join(f"{name} {value:.5g}" for name, value in values.items())
 
 
@@ -1633,6 +1633,12 @@ def not_negative(text: str) -> float:
     if not number >= 0:  # also if it is NaN
         raise ValueError
     return number
+
+
+def fraction(text: str) -> float:
+    if float(text) > 1:
+        raise ValueError
+    return not_negative(text)
 
 
 def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespace:

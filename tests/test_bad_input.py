@@ -33,6 +33,7 @@ def sentence_of(result) -> str:
         ("--epochs=three", "--epochs: invalid positive_int value: 'three'"),
         ("--epochs=0", "--epochs: invalid positive_int value: '0'"),
         ("--lr=-1", "--lr: invalid not_negative value: '-1'"),
+        ("--dropout=2", "--dropout: invalid fraction value: '2'"),
         ("--lr=nan", "--lr: invalid not_negative value: 'nan'"),
         ("--amp=int4", "--amp: invalid choice: 'int4'"),
     ],
