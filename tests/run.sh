@@ -32,8 +32,8 @@ set -euo pipefail
 export VENV="${VENV:-.venv}"
 export SLURM="${SLURM:-}"
 
-# Of three runs, the files of tests that passed would take 11 GB.
-pytest=("$VENV/bin/python" -m pytest -q -ra --durations=15 -o tmp_path_retention_policy=failed)
+# By default, pytest keeps the files of three runs: 11 GB.
+pytest=("$VENV/bin/python" -m pytest -q -ra --durations=15 -o tmp_path_retention_count=1)
 output="" # file with the output of a session of pytest in the background
 
 print_help() {
