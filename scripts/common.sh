@@ -21,13 +21,19 @@ takes() {
   grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
 }
 
-# set_program [CONFIG] [OPTION ...]: sets the arrays `script`, to what runs a rank, and `arguments`.
-set_program() {
-  local config=configs/default_config.yaml
+# split_config [CONFIG] [OPTION ...]: sets `config`, and the array `arguments` to the options.
+split_config() {
+  config=configs/default_config.yaml
+  arguments=("$@")
   if [[ $# -gt 0 && "$1" != -* ]]; then
     config="$1"
-    shift
+    arguments=("${@:2}")
   fi
+}
+
+# set_program [CONFIG] [OPTION ...]: sets the arrays `script`, to what runs a rank, and `arguments`.
+set_program() {
+  split_config "$@"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
   script=(scripts/guard.py "$TRAIN_SCRIPT")
   case "$TRAIN_SCRIPT" in
@@ -35,11 +41,10 @@ set_program() {
     *doctor.py) script=("$TRAIN_SCRIPT") ;; # it checks the ranks itself
     *) [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD" ;;
   esac
-  if [[ "${1:-}" == -- ]]; then # the script gets what follows, and nothing else
-    arguments=("${@:2}")
+  if [[ "${arguments[0]:-}" == -- ]]; then # the script gets what follows, and nothing else
+    arguments=("${arguments[@]:1}")
     return
   fi
-  arguments=("$@")
   if [[ -n "$BACKEND" ]] && takes --distributed-backend; then
     arguments=(--distributed-backend "$BACKEND" "${arguments[@]}")
   fi

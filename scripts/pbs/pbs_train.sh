@@ -45,10 +45,6 @@ fi
 export REPO_ROOT="$PWD"
 # shellcheck source=scripts/site.sh
 source scripts/site.sh
-config=configs/default_config.yaml
-if [[ $# -gt 0 && "$1" != -* ]]; then
-  config="$1"
-  shift
-fi
+split_config "$@"
 export PYTHON="${PYTHON:-python3}" # also on the nodes, whose python3 may be too old
-start "$PYTHON" scripts/supervise.py "$PYTHON" scripts/ssh/launch.py --pbs -- "$config" "$@"
+start "$PYTHON" scripts/supervise.py "$PYTHON" scripts/ssh/launch.py --pbs -- "$config" "${arguments[@]}"
