@@ -37,6 +37,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import signal
@@ -47,7 +48,7 @@ import tempfile
 import time
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -63,9 +64,16 @@ try:
     import torch.nn.functional as F
     import yaml
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils._pytree import tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
-    from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+    from torch.utils.data import (
+        DataLoader,
+        Dataset,
+        IterableDataset,
+        Subset,
+        TensorDataset,
+        default_collate,
+    )
 except ImportError as error:
     remedy = "activate the environment, or pip install -r requirements.txt"
     raise SystemExit(f"{error}: {remedy}") from None
@@ -268,7 +276,7 @@ def train(task, cfg, world):
     batches = batches_of(task, cfg, world, train_set, keys)
     metrics = MetricsWriter(task, cfg, saver)
     requests = StopRequests(cfg)
-    total_steps = stream.steps_of(cfg.epochs)
+    total_steps = math.ceil(cfg.epochs * len(train_set) / cfg.global_batch_size)
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
     sync = Sync(cfg, world)
     seconds_left = None  # until the first exchange
@@ -364,8 +372,8 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
     is_recorded = stream.ends_interval(step + 1, cfg.log_every_steps)
     if cfg.clip_grad_norm or is_recorded:
         scaler.unscale_(optimizer)
-        largest = cfg.clip_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), largest)
+        parameters = parameters_of(optimizer)
+        norm = nn.utils.clip_grad_norm_(parameters, cfg.clip_grad_norm or math.inf)
     scaler.step(optimizer)
     scaler.update()
     if is_recorded:
@@ -382,7 +390,7 @@ def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
     torch._foreach_mul_(gradients, micro_batches / items.clamp(min=1))
 
 
-def parameters_of(optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer):
     groups = optimizer.param_groups
     return [p for group in groups for p in group["params"] if p.requires_grad]
 
@@ -466,7 +474,7 @@ def evaluate_checkpoint(task, cfg, world):
     log_on_rank_0(f"{cfg.evaluate}: {describe(report(task, sums))}")
 
 
-def build_model(task, cfg, world) -> nn.Module:
+def build_model(task, cfg, world):
     """The model, with the same weights on every rank."""
     seed_generators(cfg.seed, world.device)
     model = task.model(cfg).to(world.device)
@@ -514,7 +522,7 @@ def collect_garbage():
 
 
 # --------------------------------------------------------------------------------------- DATA
-def open_data(task, cfg) -> list:
+def open_data(task, cfg):
     """Task.data(), on rank 0 first, because it may download. Collective."""
     start_hang_timer(cfg)
     data_sets = []
@@ -529,8 +537,7 @@ def open_data(task, cfg) -> list:
     given = [data_set for data_set in data_sets if data_set is not None]
     for data_set in given:
         if isinstance(data_set, IterableDataset):
-            name = type(data_set).__name__
-            raise UserError(f"{name} has no index: return a map-style data set, with __getitem__()")
+            raise UserError("an IterableDataset has no index: use a data set with __getitem__()")
         if len(data_set) == 0:
             raise UserError("a data set has no samples: is --data-dir right?")
     seen = gather([[len(data_set) for data_set in given], task.spec])
@@ -623,16 +630,12 @@ class SampleStream:
         """Whether an epoch, or an interval of so many steps, is complete after this step."""
         return self.ends_epoch(step) or (every is not None and step > 0 and step % every == 0)
 
-    def steps_of(self, epochs: int) -> int:
-        """The steps that this many epochs take."""
-        return math.ceil(epochs * self.samples / self.cfg.global_batch_size)
-
-    def order(self, epoch: int) -> torch.Tensor:
+    def order(self, epoch: int):
         """The keys of this epoch's samples in their order; a key is epoch * samples + index."""
         generator = torch.Generator().manual_seed(derive_seed(self.cfg.seed, "order", epoch))
         return torch.randperm(self.samples, generator=generator) + epoch * self.samples
 
-    def keys(self, step: int, device) -> Iterator[torch.Tensor]:
+    def keys(self, step: int, device):
         """The keys int64 [b] of this rank's micro-batches, from this step on, without an end."""
         epoch = None
         while True:
@@ -646,7 +649,7 @@ class SampleStream:
             step += 1
 
 
-def batches_of(task, cfg, world, dataset, keys: Callable) -> Iterator:
+def batches_of(task, cfg, world, dataset, keys: Callable):
     """Micro-batches on the device of this rank; keys(device) yields the keys int64 [b] of each."""
     if type(dataset) is InMemoryDataset:  # a subclass may change the samples
         tensors = [tensor.to(world.device) for tensor in dataset.tensors]
@@ -680,6 +683,7 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
     options = {
         "num_workers": workers,
         "worker_init_fn": ignore_stop_signals,
+        "collate_fn": stack_samples,
         "pin_memory": world.device.type != "cpu",
     }
     if workers and len(tempfile.gettempdir()) > 70:
@@ -690,6 +694,15 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
     return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
 
 
+def stack_samples(samples):
+    """The DataLoader's own collate_fn, with a remedy where it fails."""
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        remedy = "set a collate_fn in Task.loader_options()"
+        raise UserError(f"samples cannot be stacked: {remedy} ({error})") from None
+
+
 def cores_of_rank() -> int:
     """The cores of this rank: those it is bound to, at most its share of the machine, and 16."""
     cores = (os.cpu_count() or 1) // launch_variable("LOCAL_WORLD_SIZE", 1)
@@ -698,7 +711,7 @@ def cores_of_rank() -> int:
     return min(16, max(1, cores))
 
 
-def ignore_stop_signals(_worker: int):
+def ignore_stop_signals(_worker):
     """Schedulers signal all processes of a job, but a rank needs its workers until it stops."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
@@ -805,7 +818,7 @@ class LossOf(nn.Module):
         enabled = cfg.amp != "off"
         self.autocast = functools.partial(torch.autocast, world.device.type, dtype, enabled)
 
-    def forward(self, batch) -> tuple[torch.Tensor, dict]:
+    def forward(self, batch):
         with self.autocast():
             return self.task.loss(self.model, batch)
 
@@ -847,7 +860,7 @@ def on_rank_0(function: Callable, *arguments):
     return result
 
 
-def gather(value) -> list:
+def gather(value):
     """[that of rank 0, that of rank 1, ...]. Collective."""
     if not dist.is_initialized():
         return [value]
@@ -872,7 +885,7 @@ class ExactGradients:
             dtype = torch.promote_types(p.dtype, torch.float64)
             self.totals[p] = torch.zeros_like(p, dtype=dtype)
 
-    def divide_by(self, count: torch.Tensor):
+    def divide_by(self, count):
         """Before gradients of sums over items are rounded, divide them by this number of rank 0.
 
         Collective.
@@ -913,7 +926,7 @@ def check_replicas(model):
         )
 
 
-def digests_of(tensors) -> torch.Tensor:
+def digests_of(tensors):
     """int64 [n]: for each tensor, the sum of its bits as integers that wrap around.
 
     A flipped bit changes it; the order of the sum does not. Does not wait for the GPU.
@@ -1250,9 +1263,10 @@ def write_file(path: Path, write: Callable):
         temporary.replace(path)
     except (OSError, RuntimeError) as error:
         cause = error.__context__ or error  # torch.save() hides "No space left on device"
+        raise UserError(f"cannot write {path}; is the disk full? ({cause})", "disk") from None
+    finally:
         with suppress(OSError):
             temporary.unlink()
-        raise UserError(f"cannot write {path}; is the disk full? ({cause})", "disk") from None
 
 
 class Saver:
@@ -1338,7 +1352,13 @@ class Saver:
         def write(file):
             torch.save(content, file)
             file.flush()
-            open_checkpoint(file.name)  # if it cannot be loaded, the run ends now, not later
+            try:
+                open_checkpoint(file.name)  # what cannot be loaded ends the run now, not later
+            except pickle.UnpicklingError as error:
+                kind = str(error).rpartition("GLOBAL ")[2].partition(" was not")[0]
+                raise UserError(
+                    f"a checkpoint cannot hold {kind}, only numbers, texts and tensors"
+                ) from None
 
         try:
             write_file(self.newest, write)
@@ -1350,7 +1370,7 @@ class Saver:
             for old in paths[: -self.cfg.keep]:  # this one is always among those that stay
                 old.unlink(missing_ok=True)
         except UserError as error:
-            if self.has_failed:
+            if self.has_failed or error.cause != "disk":
                 raise
             self.has_failed = True
             warn(f"{error}")
@@ -1416,7 +1436,7 @@ def find_checkpoint(cfg) -> Path | None:
     return Path(cfg.resume) if cfg.resume else None
 
 
-def step_of(path: Path) -> float:
+def step_of(path: Path):
     """Infinity if it cannot be loaded: find_checkpoint() then comes to it first, and names it."""
     with suppress(Exception):
         return open_checkpoint(path)["state"]["step"]
@@ -1447,9 +1467,9 @@ def load_checkpoint(path: Path) -> dict:
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
 
 
-def digests_in(checkpoint: dict) -> list[int]:
+def digests_in(checkpoint: dict):
     """Of all tensors in it, which may be on several devices."""
-    leaves = torch.utils._pytree.tree_leaves(checkpoint)
+    leaves = tree_leaves(checkpoint)
     return [digests_of([leaf]).item() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

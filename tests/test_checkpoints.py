@@ -139,29 +139,6 @@ def test_a_failed_save_is_a_warning_once_and_an_error_the_second_time(tmp_path, 
     assert not list(run.directory.glob(".*.tmp"))
 
 
-ODD_OPTIMIZER = """if True:
-    import fractions
-    import train_distributed as trainer
-
-    class Odd(trainer.Task):
-        def optimizer(self, cfg, model):
-            optimizer = super().optimizer(cfg, model)
-            optimizer.param_groups[0]["share"] = fractions.Fraction(1, 3)
-            return optimizer
-
-    task = Odd()
-"""
-
-
-def test_a_save_is_read_back(tmp_path, tiny):
-    """A state that torch.load() refuses is reported before hours of training are lost."""
-    options = [*tiny, "--checkpoint-every-steps=5"]
-    run = launch(tmp_path / "run", 1, *options, before=ODD_OPTIMIZER)
-    assert run.codes == [1]
-    assert "Weights only load failed" in run.err[0] and "fractions.Fraction" in run.err[0]
-    assert run.checkpoints() == set()
-
-
 NOT_FINITE = """if True:
     import torch
     import train_distributed as trainer

@@ -205,8 +205,10 @@ def data(self, cfg):
 """
     options = [*QUICK, "--epochs=9"]
     run = launch(tmp_path / "run", 1, *options, **small(methods))
-    assert run.codes == [1] and "numpy._core.multiarray.scalar" in run.err[0]
-    assert not list(tmp_path.glob("run/*.pt"))
+    assert run.codes == [2]
+    (error,) = run.err[0].splitlines()
+    assert "numpy._core.multiarray.scalar" in error
+    assert not [*tmp_path.glob("run/*.pt"), *tmp_path.glob("run/.*.tmp")]
 
 
 def test_ranks_that_see_different_data_are_reported(tmp_path):
@@ -336,6 +338,17 @@ sys.stdout, sys.stderr = Lines(sys.stdout), Lines(sys.stderr)
     before = {"before": replaced + small()["before"]}
     run = train(tmp_path / "run", 2, *QUICK, "--epochs=1", **before)
     assert "Finished" in run.out[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_cannot_be_stacked_are_a_user_error(tmp_path, workers):
+    ragged = """
+def data(self, cfg):
+    samples = [(torch.zeros(1 + i % 3), 0) for i in range(32)]
+    return samples, None
+"""
+    message = refuse(tmp_path / "run", *QUICK, f"--num-workers={workers}", **small(ragged))
+    assert "collate_fn" in message
 
 
 def test_a_long_tmpdir_is_refused_before_workers_hang(tmp_path):
