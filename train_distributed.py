@@ -267,7 +267,7 @@ def train(task, cfg, world):
         saver.restore(path, checkpoint, state, model, optimizer, scaler)
     elif cfg.init:
         load_initial_weights(cfg, model)
-    del checkpoint  # a file that is mapped keeps its place on the disk after it is deleted
+    del checkpoint  # a mapped file takes up space on the disk even after it is deleted
     loss_of = LossOf(task, cfg, world, model)
     if dist.is_initialized() and not cfg.reproducible:
         loss_of = task.wrap(loss_of)
@@ -281,7 +281,7 @@ def train(task, cfg, world):
     sync = Sync(cfg, world)
     seconds_left = None  # until the first exchange
     enough = ""  # why to finish before the last step
-    profiled = 0  # the step up to which they are recorded
+    profiled = 0  # the step at which the last profile ends
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}\n{begin}, to step {last_step}")
     saver.write_status(state.step, "running")
@@ -323,7 +323,7 @@ def train(task, cfg, world):
         if saver.saved_step < state.step:  # that save has failed: try again, else fail
             saver.save(state, model, optimizer, scaler)
     except Exception as error:
-        with suppress(UserError):  # a full disk must not hide the error
+        with suppress(UserError):  # a full disk must not hide it
             saver.write_status(state.step, "failed", str(error))
         raise
     is_complete = enough or state.step >= total_steps
@@ -383,7 +383,7 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
 
 def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
     """Turn gradients of sums over items into gradients of their mean. Collective."""
-    items = torch.stack(counts).sum(dtype=torch.float32)
+    items = torch.stack(counts).sum()
     if dist.is_initialized():
         dist.all_reduce(items)
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
@@ -451,9 +451,12 @@ def judge_evaluation(task, cfg, state, test_sums: Counter, metrics, saver) -> st
             score = -score
         state.evaluations_since_best += 1
         if score > state.best_score:  # never if it is NaN
-            state.best_score = score
             state.evaluations_since_best = 0
-            saver.save_best()
+            try:
+                saver.save_best()
+                state.best_score = score
+            except OSError as error:  # the save before the evaluation has failed
+                warn(f"cannot keep the best checkpoint: {error}")
     else:
         log(f"  best.pt and --patience need {task.best} (Task.best) in Task.report()")
     if task.after_evaluation(values):
@@ -949,7 +952,7 @@ class Sync:
     without one, a rank prints its stacks and exits.
     """
 
-    SECONDS = 1  # between two of them; or one step, if that takes longer
+    SECONDS = 1  # between two exchanges; or one step, if that takes longer
 
     def __init__(self, cfg, world):
         self.cfg = cfg
@@ -1102,7 +1105,7 @@ class MetricsWriter:
             check_loss(test_sums, "in the evaluation")
             test_values = report(self.task, test_sums)
         values = {f"test_{name}": value for name, value in test_values.items()}
-        if self.stream.ends_epoch(state.step):
+        if state.epoch_sums and self.stream.ends_epoch(state.step):
             epoch = self.stream.epochs_done(state.step)
             values = report(self.task, state.epoch_sums) | values
             log(f"Epoch {epoch}: {describe(values)}")
@@ -1204,7 +1207,7 @@ class StopRequests:
         elif number == signal.SIGINT and time.time() > self.signal_time + 1:
             os._exit(130)
 
-    def poll(self) -> list[str]:
+    def poll(self):
         """The reasons that this rank knows of. Only rank 0 looks at files and the clock."""
         reasons = [self.signal]
         if is_rank_0() and any(file.exists() for file in self.files):
@@ -1289,7 +1292,7 @@ class Saver:
         self.start_step = 0
         self.saved_step = 0
         self.newest = None  # checkpoint of this run, even if its save has failed
-        self.has_failed = False  # the last save
+        self.has_failed = False  # the last save has
 
     def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
         """Continue from the checkpoint."""
@@ -1310,8 +1313,10 @@ class Saver:
         if path.parent == self.directory:
             self.run_id = checkpoint["run_id"]
             self.saved_step = state.step
+        else:
+            state.best_score = -math.inf  # best.pt is the best of its directory
 
-    def poll(self) -> list[str]:
+    def poll(self):
         """On rank 0: SAVE, by the clock or by a file, and PROFILE, whose file it removes."""
         requests = []
         if is_rank_0():
@@ -1380,11 +1385,8 @@ class Saver:
     def save_best(self):
         """Keep the newest checkpoint as best.pt, beside the others. For rank 0."""
         temporary = self.directory / ".checkpoint_best.tmp"
-        try:
-            os.link(self.newest, temporary)
-            temporary.replace(self.directory / "best.pt")
-        except OSError as error:  # that save has failed
-            warn(f"cannot keep the best checkpoint: {error}")
+        os.link(self.newest, temporary)
+        temporary.replace(self.directory / "best.pt")
         temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
     def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):

@@ -144,12 +144,39 @@ def test_a_metric_that_is_nan_is_never_the_best(tmp_path):
 
 
 def test_best_is_kept_in_the_directory_in_which_a_run_goes_on(tmp_path):
-    first = train(tmp_path / "first", 1, *QUICK, "--epochs=1", **small())
-    checkpoint = first.directory / "checkpoint_epoch_1.pt"
-    resume = [f"--resume={checkpoint}", "--epochs=2"]
-    worse = small("def report(self, sums): return {'loss': 1 + sums['count'] % 7}")
+    """Although the directory in which it began has a better one."""
+    first = train(tmp_path / "first", 1, *QUICK, "--epochs=2", **small())
+    checkpoint = first.directory / "checkpoint_epoch_2.pt"
+    resume = [f"--resume={checkpoint}", "--epochs=3"]
+    worse = small("def report(self, sums): return {'loss': 1e9}")
     second = train(tmp_path / "second", 1, *QUICK, *resume, **worse)
-    assert second.checkpoint("best")["state"]["step"] == 6
+    assert second.checkpoint("best")["state"]["step"] == 12
+
+
+FAILS_ONCE = """
+import os
+link = os.link
+
+def fails_once(source, target):
+    os.link = link
+    raise OSError(18, "Invalid cross-device link")
+
+os.link = fails_once
+"""
+
+
+def test_a_checkpoint_that_could_not_be_kept_is_not_the_best(tmp_path):
+    worse = """
+loss_now = 0
+
+def report(self, sums):
+    self.loss_now += 1
+    return {"loss": self.loss_now}
+"""
+    before = FAILS_ONCE + small(worse)["before"]
+    run = launch(tmp_path / "run", 1, *QUICK, "--epochs=2", before=before)
+    assert run.codes == [0] and "cannot keep the best checkpoint" in run.err[0]
+    assert run.checkpoint("best")["state"]["step"] == 12
 
 
 def test_sums_that_differ_between_micro_batches_are_one_sentence(tmp_path):
@@ -445,6 +472,8 @@ def test_a_finished_run_that_is_resumed_elsewhere_is_saved_there(tmp_path):
     file = first.directory / "checkpoint_epoch_1.pt"
     second = train(tmp_path / "second", 1, *QUICK, "--epochs=1", f"--resume={file}", **small())
     assert_same_state(second.newest(), first.newest())
+    more = train(tmp_path / "second", 1, *QUICK, "--epochs=2", f"--resume={file}", **small())
+    assert more.checkpoints() == {"checkpoint_epoch_1", "checkpoint_epoch_2"}
 
 
 @pytest.mark.parametrize("options", ["static_graph=True", "find_unused_parameters=True"])
