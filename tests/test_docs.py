@@ -199,7 +199,7 @@ def test_a_run_is_replayed_as_the_guide_says(clone):
     code = "".join(text for language, text in page if language == "bash")
     printed = [run(command, clone) for command in commands(code)]
     assert len(printed) == 3
-    assert "Equal: 2 records, from step 15 to step 20" in printed[-1]
+    assert "Equal: 2 records, up to the train record of step 20" in printed[-1]
 
 
 @pytest.mark.long
