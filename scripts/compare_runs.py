@@ -10,7 +10,8 @@ samples_per_second; NaN equals NaN. If a file has two records of a step, the las
 record is a mean over the steps since the one before it: compare runs with the same
 --log-every-steps.
 
-Of two checkpoints, all tensors and all other values except the options are compared, bit for bit.
+Of two checkpoints, all tensors and all other values are compared, bit for bit, except for the
+options and what names the run and its code.
 
 Exit code: 0 equal; 1 different; 2 user error.
 
@@ -92,13 +93,14 @@ def read_records(path: Path) -> dict[str, dict]:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The content of a checkpoint without the options of the run, on the CPU."""
+    """What a checkpoint holds of the training, on the CPU."""
     try:
         content = torch.load(str(path), mmap=True, map_location="cpu", weights_only=True)
     except Exception as error:  # a file can be damaged in many ways
         fail(f"{path} is damaged or not a checkpoint ({type(error).__name__}: {error})")
     if isinstance(content, dict):
-        content.pop("config", None)
+        for name in ("config", "run_id", "code"):
+            content.pop(name, None)
     return content
 
 

@@ -93,6 +93,7 @@ def test_the_first_tensor_that_differs_is_found(run, tmp_path, compare):
     path = run / "checkpoint_epoch_2.pt"
     content = torch.load(path, weights_only=True)
     content["config"]["lr"] = 0.1  # options are not compared
+    content["run_id"] = "another run"
     same = tmp_path / "same.pt"
     torch.save(content, same)
     assert compare_runs.compare(path, same)[0]
