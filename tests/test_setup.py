@@ -58,6 +58,12 @@ def test_a_slurm_step_trains_in_spite_of_stale_variables(tmp_path, tiny):
     assert run.err == [""] * 3
 
 
+def test_a_machine_without_the_gpus_that_were_asked_for_is_one_warning(tmp_path, tiny):
+    for options, warnings in ([], 0), (["--gpus-per-node=1"], 1):
+        run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", *options)
+        assert run.out[0].count("WARNING: PyTorch finds no GPU") == warnings
+
+
 def test_plain_python_in_a_batch_shell_is_a_single_process(tmp_path, tiny):
     run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", env=BATCH_SHELL)
     assert "Starting distributed training on 1 x cpu (1 per node)\n" in run.out[0]
