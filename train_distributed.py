@@ -717,6 +717,8 @@ def cores_of_rank() -> int:
 def ignore_stop_signals(_worker):
     """Schedulers signal all processes of a job, but a rank needs its workers until it stops."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    if sys.platform == "linux":  # one that reads without an end does not outlive its rank
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 # -------------------------------------------------------------------------------- DISTRIBUTED
@@ -1095,7 +1097,7 @@ class MetricsWriter:
             }
             self.record("train", end, values)
 
-    def record_evaluation(self, state, test_sums) -> dict:
+    def record_evaluation(self, state, test_sums):
         """Record an evaluation, and at its end the epoch. Returns the metrics of the test set.
 
         For rank 0. Both are empty without a test set.
@@ -1135,7 +1137,7 @@ class MetricsWriter:
             self.wandb.log(numbers, step)
 
 
-def report(task, sums) -> dict[str, float]:
+def report(task, sums):
     """Task.report(), whose values may also be tensors or numbers of NumPy."""
     return {name: float(value) for name, value in task.report(dict(sums)).items()}
 
@@ -1148,11 +1150,11 @@ def check_loss(sums, where):
         )
 
 
-def describe(values: dict) -> str:
+def describe(values):
     return ", ".join(f"{name} {value:.5g}" for name, value in values.items())
 
 
-def log(text: str, stream=None):
+def log(text, stream=None):
     """Print a line. If the output cannot be written, discard it and continue training."""
     stream = stream or sys.stdout
     try:
@@ -1162,7 +1164,7 @@ def log(text: str, stream=None):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def warn(text: str):
+def warn(text):
     log(f"WARNING: {text}", sys.stderr)
 
 
@@ -1411,7 +1413,7 @@ class Saver:
                 write_file(Path(path), lambda file: file.write(text))
 
 
-def checkpoints_in(directory: Path) -> list[Path]:
+def checkpoints_in(directory: Path):
     """Not copies such as checkpoint_epoch_3_good.pt."""
     name = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")
     return [path for path in directory.iterdir() if name.fullmatch(path.name)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tasks
 import torch
-from harness import REPO, assert_same_state, launch, train
+from harness import REPO, assert_same_state, launch, train, wait_until
 from PIL import Image
 from test_bad_input import refuse
 
@@ -558,6 +558,25 @@ def data(self, cfg):
         tmp_path / "run", 1, *QUICK, "--num-workers=0", "--hang-timeout=20", **small(stuck)
     )
     assert run.codes == [1] and "in __getitem__" in run.err[0]
+
+
+def test_a_worker_that_reads_without_an_end_does_not_outlive_its_rank(tmp_path):
+    stuck = f"""
+def data(self, cfg):
+    class Stuck(list):
+        def __getitem__(self, index):
+            import time
+            with open("{tmp_path}/worker", "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(1000)
+
+    return Stuck([0] * 64), None
+"""
+    options = [*QUICK, "--num-workers=1", "--hang-timeout=20"]
+    run = launch(tmp_path / "run", 1, *options, **small(stuck))
+    worker = Path("/proc") / (tmp_path / "worker").read_text()
+    assert run.codes == [1]
+    wait_until(lambda: not worker.exists(), "the worker still runs", seconds=20)
 
 
 def test_a_file_profile_records_five_steps_of_each_rank(tmp_path):
