@@ -179,9 +179,10 @@ class Task:
 
         The gradient of a step is that of the mean loss of all its samples. Where samples have
         different numbers of items, such as tokens or valid pixels, return the mean over the items
-        (a number, even if there are none), and their number as the sum "count", a tensor: then it
-        is the mean over all items. Random numbers of torch are the same here on any number of
-        ranks. model.training says whether this is a step of the training.
+        (a number, even if there are none), and their number as the sum "count", a tensor, best of
+        integers, which add up exactly: then it is the mean over all items. Random numbers of torch
+        are the same here on any number of ranks. model.training says whether this is a step of the
+        training.
         """
         images, labels = batch
         logits = model(images)
@@ -323,7 +324,7 @@ def train(task, cfg, world):
         if saver.saved_step < state.step:  # that save has failed: try again, else fail
             saver.save(state, model, optimizer, scaler)
     except Exception as error:
-        with suppress(UserError):  # a full disk must not hide it
+        with suppress(UserError):  # a full disk must not hide the error
             saver.write_status(state.step, "failed", str(error))
         raise
     is_complete = enough or state.step >= total_steps
@@ -685,7 +686,7 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
     workers = cores_of_rank() if cfg.num_workers is None else cfg.num_workers
     options = {
         "num_workers": workers,
-        "worker_init_fn": ignore_stop_signals,
+        "worker_init_fn": live_as_long_as_the_rank,
         "collate_fn": stack_samples,
         "pin_memory": world.device.type != "cpu",
     }
@@ -714,10 +715,10 @@ def cores_of_rank() -> int:
     return min(16, max(1, cores))
 
 
-def ignore_stop_signals(_worker):
+def live_as_long_as_the_rank(_worker):
     """Schedulers signal all processes of a job, but a rank needs its workers until it stops."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    if sys.platform == "linux":  # one that reads without an end does not outlive its rank
+    if sys.platform == "linux":  # a worker that reads without an end would outlive it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
@@ -1107,6 +1108,7 @@ class MetricsWriter:
             check_loss(test_sums, "in the evaluation")
             test_values = report(self.task, test_sums)
         values = {f"test_{name}": value for name, value in test_values.items()}
+        # No sums: recorded by a run that saved only afterwards.
         if state.epoch_sums and self.stream.ends_epoch(state.step):
             epoch = self.stream.epochs_done(state.step)
             values = report(self.task, state.epoch_sums) | values
@@ -1387,9 +1389,11 @@ class Saver:
     def save_best(self):
         """Keep the newest checkpoint as best.pt, beside the others. For rank 0."""
         temporary = self.directory / ".checkpoint_best.tmp"
-        os.link(self.newest, temporary)
-        temporary.replace(self.directory / "best.pt")
-        temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
+        try:
+            os.link(self.newest, temporary)
+            temporary.replace(self.directory / "best.pt")
+        finally:
+            temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
     def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
         """status.json, and a copy for the supervisor. States: running, finished, stopped,
@@ -1447,7 +1451,7 @@ def step_of(path: Path):
     return math.inf
 
 
-def open_checkpoint(path: Path) -> dict:
+def open_checkpoint(path: Path):
     """Its content, mapped into memory: a tensor is read when it is used."""
     with zipfile.ZipFile(path) as archive:
         (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -1455,7 +1459,7 @@ def open_checkpoint(path: Path) -> dict:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def load_checkpoint(path: Path) -> dict:
+def load_checkpoint(path: Path):
     """open_checkpoint(), or a UserError if the file is not as it was saved."""
     try:
         checkpoint = open_checkpoint(path)

@@ -154,14 +154,16 @@ def test_best_is_kept_in_the_directory_in_which_a_run_goes_on(tmp_path):
 
 
 FAILS_ONCE = """
-import os
-link = os.link
+from pathlib import Path
+replace = Path.replace
 
-def fails_once(source, target):
-    os.link = link
-    raise OSError(18, "Invalid cross-device link")
+def fails_once(path, target):
+    if target.name == "best.pt":
+        Path.replace = replace
+        raise OSError(5, "Input/output error")
+    return replace(path, target)
 
-os.link = fails_once
+Path.replace = fails_once
 """
 
 
@@ -539,44 +541,31 @@ def test_complex_weights_train_alike_on_any_number_of_ranks(tmp_path, options):
     assert torch.allclose(one.newest()["model"]["weight"], two.newest()["model"]["weight"])
 
 
-@pytest.mark.parametrize("where", ["data", "sample"])
-def test_reading_that_never_returns_ends_with_the_stacks(tmp_path, where):
-    """A dead file server, for example."""
-    stuck = f"""
+# A dead file server, for example.
+STUCK = """
 def data(self, cfg):
     class Stuck(list):
         def __getitem__(self, index):
             import time
-            time.sleep(1000)
-
-    samples = Stuck([0] * 64)
-    if "{where}" == "data":
-        samples[0]
-    return samples, None
-"""
-    run = launch(
-        tmp_path / "run", 1, *QUICK, "--num-workers=0", "--hang-timeout=20", **small(stuck)
-    )
-    assert run.codes == [1] and "in __getitem__" in run.err[0]
-
-
-def test_a_worker_that_reads_without_an_end_does_not_outlive_its_rank(tmp_path):
-    stuck = f"""
-def data(self, cfg):
-    class Stuck(list):
-        def __getitem__(self, index):
-            import time
-            with open("{tmp_path}/worker", "w") as file:
+            with open(f"{cfg.checkpoint_dir}/reader", "w") as file:
                 file.write(str(os.getpid()))
             time.sleep(1000)
 
-    return Stuck([0] * 64), None
+    samples = Stuck([0] * 64)
+    if "WHERE" == "data":
+        samples[0]
+    return samples, None
 """
-    options = [*QUICK, "--num-workers=1", "--hang-timeout=20"]
-    run = launch(tmp_path / "run", 1, *options, **small(stuck))
-    worker = Path("/proc") / (tmp_path / "worker").read_text()
-    assert run.codes == [1]
-    wait_until(lambda: not worker.exists(), "the worker still runs", seconds=20)
+
+
+@pytest.mark.parametrize("where", ["data", "sample", "worker"])
+def test_reading_that_never_returns_ends_with_the_stacks_and_all_processes(tmp_path, where):
+    options = [*QUICK, f"--num-workers={int(where == 'worker')}", "--hang-timeout=20"]
+    run = launch(tmp_path / "run", 1, *options, **small(STUCK.replace("WHERE", where)))
+    stuck_in = "dataloader.py" if where == "worker" else "in __getitem__"
+    assert run.codes == [1] and stuck_in in run.err[0]
+    reader = Path("/proc") / (run.directory / "reader").read_text()
+    wait_until(lambda: not reader.exists(), "it still reads", seconds=20)
 
 
 def test_a_file_profile_records_five_steps_of_each_rank(tmp_path):
