@@ -255,6 +255,8 @@ def train(task, cfg, world):
         if checkpoint:  # that of the run stays, on any number of ranks
             cfg.global_batch_size = checkpoint["config"]["global_batch_size"]
     train_set, test_set = open_data(task, cfg)
+    if cfg.patience and test_set is None:
+        raise UserError("--patience: there is no test set (Task.data())")
     stream = SampleStream(len(train_set), cfg, world)
     model = build_model(task, cfg, world)
     optimizer = task.optimizer(cfg, model)
@@ -281,7 +283,7 @@ def train(task, cfg, world):
     last_step = min(total_steps, cfg.stop_at_step or total_steps)
     sync = Sync(cfg, world)
     seconds_left = None  # until the first exchange
-    enough = ""  # why to finish before the last step
+    reason = ""  # why to end before the last step; the same on all ranks
     profiled = 0  # the step at which the last profile ends
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}\n{begin}, to step {last_step}")
@@ -292,12 +294,12 @@ def train(task, cfg, world):
     try:
         while True:
             # After the save, so that a run that is stopped during an evaluation repeats it later.
-            if stream.ends_interval(state.step, cfg.eval_every_steps) and not sync.stop_reason:
-                sums, sync.stop_reason = evaluate(task, cfg, world, model, test_set, requests)
-                if not sync.stop_reason:
-                    enough = on_rank_0(judge_evaluation, task, cfg, state, sums, metrics, saver)
+            if stream.ends_interval(state.step, cfg.eval_every_steps) and not reason:
+                sums, reason = evaluate(task, cfg, world, model, test_set, requests)
+                if not reason:
+                    reason = on_rank_0(judge_evaluation, task, cfg, state, sums, metrics, saver)
                 sync.restart(state.step)
-            if enough or sync.stop_reason or state.step >= last_step:
+            if reason or state.step >= last_step:
                 break
             epoch = cfg.epochs * (state.step + 0.5) / total_steps  # in the middle of this step
             factor = float(task.lr_factor(cfg, epoch))
@@ -311,10 +313,11 @@ def train(task, cfg, world):
                 or stream.ends_interval(state.step, cfg.checkpoint_every_steps)
             )
             if ends or sync.is_due(state.step):
-                totals, agreed = sync.all_reduce(state.step, requests.poll() + saver.poll())
+                asked = requests.poll() + saver.poll()
+                totals, reason, agreed = sync.all_reduce(state.step, asked)
                 seconds_left = (last_step - state.step) * sync.seconds_per_step
                 metrics.record_intervals(state, totals, sync, seconds_left)
-                if ends or "SAVE" in agreed or sync.stop_reason:
+                if ends or reason or "SAVE" in agreed:
                     check_replicas(model)
                     saver.save(state, model, optimizer, scaler, seconds_left)
                 if "PROFILE" in agreed and state.step >= profiled:
@@ -327,9 +330,8 @@ def train(task, cfg, world):
         with suppress(UserError):  # a full disk must not hide the error
             saver.write_status(state.step, "failed", str(error))
         raise
-    is_complete = enough or state.step >= total_steps
-    ending = "finished" if is_complete and not sync.stop_reason else "stopped"
-    reason = sync.stop_reason or enough
+    is_complete = reason or state.step >= total_steps
+    ending = "finished" if is_complete and reason not in STOP_REASONS else "stopped"
     why = f" ({reason})" if reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
     log_on_rank_0(f"{ending.title()} at {where}")
@@ -429,11 +431,11 @@ def evaluate(task, cfg, world, model, test_set, requests=None):
             values = {name: 0 * value for name, value in values.items()}
         sync.add(0, values)
         if done == rounds or sync.is_due(done):
-            totals, _ = sync.all_reduce(done, requests.poll() if requests else [])
+            totals, reason, _ = sync.all_reduce(done, requests.poll() if requests else [])
             sums.update(totals[0])  # a Counter adds
             sync.restart(done)
-            if sync.stop_reason and done < rounds:
-                return sums, sync.stop_reason
+            if reason and done < rounds:
+                return sums, reason
     set_training_mode(model)
     return sums, ""
 
@@ -613,7 +615,8 @@ class SampleStream:
             raise UserError(
                 f"a global batch of {cfg.global_batch_size} samples does not fit: it needs whole "
                 f"micro-batches of {cfg.batch_size}, at least one for each of {ranks} ranks, and "
-                f"at most the {samples} samples of the training set"
+                f"at most the {samples} samples of the training set (a resumed run keeps its "
+                "global batch; another --checkpoint-dir starts a new one)"
             )
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
         log_on_rank_0(
@@ -960,7 +963,6 @@ class Sync:
     def __init__(self, cfg, world):
         self.cfg = cfg
         self.world = world
-        self.stop_reason = ""  # the same on all ranks
         # What loss() has returned since the last exchange, by (interval, name).
         self.columns = defaultdict(list)
         self.steps_between = 1  # from one exchange to the next
@@ -1006,9 +1008,9 @@ class Sync:
         return sums
 
     def all_reduce(self, step: int, requests: list[str]):
-        """({interval: sums over all ranks}, the requests of any rank). Collective.
+        """({interval: sums over all ranks}, why to stop or "", the requests of any rank).
 
-        Sets stop_reason.
+        Collective.
         """
         start_hang_timer(self.cfg)
         sums = self.take_sums()
@@ -1020,8 +1022,7 @@ class Sync:
             dist.all_reduce(vector)
             numbers = dict(zip(numbers, vector.tolist()))
         agreed = [request for request in REQUESTS if numbers[request]]
-        if agreed and agreed[0] in STOP_REASONS:  # they come first
-            self.stop_reason = agreed[0]
+        reason = next((request for request in agreed if request in STOP_REASONS), "")
         steps = max(1, step - self.step)
         self.seconds_per_step = numbers["elapsed"] / steps / self.world.world_size
         self.data_wait = numbers["waited"] / numbers["elapsed"]  # the share of the time
@@ -1030,7 +1031,7 @@ class Sync:
         totals = defaultdict(dict)
         for interval, name in sums:
             totals[interval][name] = numbers[interval, name]
-        return totals, agreed
+        return totals, reason, agreed
 
 
 def start_hang_timer(cfg):

@@ -19,9 +19,8 @@ TRAINER = {
         r"exit codes \[.*[1-9]|still ran after",
         """
         def all_reduce(self, step, requests, inner=t.Sync.all_reduce):
-            result = inner(self, step, requests)
-            self.stop_reason = requests[0] if requests else ""  # a signal to this rank
-            return result
+            totals, _, agreed = inner(self, step, requests)
+            return totals, requests[0] if requests else "", agreed  # a signal to this rank
 
         t.Sync.all_reduce = all_reduce
         """,
