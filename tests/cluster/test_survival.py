@@ -14,7 +14,7 @@ import torch
 from harness import LONG, SLOW_DISK, assert_same_state, train
 
 TORCHRUN, SRUN = "run_distributed.slurm", "slurm_train_multinode.sh"
-EPOCHS = 60 if LONG else 12  # of 5 steps: long enough to interrupt
+EPOCHS = 30 if LONG else 12  # of 5 steps: long enough to interrupt
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +30,8 @@ def untouched(tmp_path_factory, long_options):
 
 @pytest.fixture
 def slow_disk(tmp_path) -> str:
-    """For sbatch: after a signal, a write takes so long (KillWait is 20 s)."""
-    seconds = 13 if LONG else 3
+    """For sbatch: after a signal, a write takes so long (Slurm waits 30 s)."""
+    seconds = 10 if LONG else 3
     training = "'-m' not in sys.orig_argv and 'train_distributed.py' in sys.orig_argv"
     code = SLOW_DISK.format(seconds=seconds).replace("True", training, 1)
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n{code}")
@@ -275,15 +275,15 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     cluster, repo, tmp_path, tiny, style
 ):
     """Slurm's shortest time limit is a minute."""
-    options = [*tiny, "--epochs=200", "--global-batch-size=48"]
+    options = [*tiny, "--epochs=120", "--global-batch-size=48"]
     job = Job(cluster, repo, tmp_path / "run", style, options, "--time=1")
     assert job.wait(lambda: job.facts()["JobState"] == "COMPLETED", 600)
     causes = [(attempt["cause"], attempt["reason"]) for attempt in job.attempts()]
     assert len(causes) > 1 and set(causes[:-1]) == {("stopped", "time limit")}
     assert sum(attempt["recomputed"] for attempt in job.attempts()) == 0
     straight = train(tmp_path / "straight", 4, *options, timeout=600)
-    end = torch.load(job.run / "checkpoint_epoch_200.pt", weights_only=True)
-    assert_same_state(end, straight.checkpoint("checkpoint_epoch_200"))
+    end = torch.load(job.run / "checkpoint_epoch_120.pt", weights_only=True)
+    assert_same_state(end, straight.checkpoint("checkpoint_epoch_120"))
 
 
 # Does not stop before it is killed; when the job is started again, it ends.

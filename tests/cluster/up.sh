@@ -132,7 +132,6 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
-KillWait=20
 SlurmdTimeout=$SILENCE
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
