@@ -330,8 +330,9 @@ def train(task, cfg, world):
         with suppress(UserError):  # a full disk must not hide the error
             saver.write_status(state.step, "failed", str(error))
         raise
-    is_complete = reason or state.step >= total_steps
-    ending = "finished" if is_complete and reason not in STOP_REASONS else "stopped"
+    ending = "finished"
+    if reason in STOP_REASONS or (not reason and state.step < total_steps):  # --stop-at-step
+        ending = "stopped"
     why = f" ({reason})" if reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
     log_on_rank_0(f"{ending.title()} at {where}")

@@ -100,6 +100,12 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_training(tmp_path):
     assert load_model(run.directory / "best.pt", named_task("Mine")).weight.shape == (1, 4)
 
 
+def test_patience_without_a_test_set_is_refused(tmp_path):
+    untested = small("def data(self, cfg): return [torch.ones(4)] * 32, None")
+    message = refuse(tmp_path / "run", *QUICK, "--patience=3", **untested)
+    assert message.startswith("--patience: there is no test set")
+
+
 def named_task(name: str):
     class Loaded(Task):
         def model(self, cfg):
