@@ -234,7 +234,11 @@ def test_ranks_that_are_missing_are_named(nodes):
 
 
 def test_a_rank_that_stops_after_the_ranks_have_met_is_named(nodes):
-    code = """doctor.CHECK_SECONDS = 2
+    code = """multiply = doctor.Rank.multiply
+def multiply_and_shorten(self):
+    doctor.CHECK_SECONDS = 2  # for the all_reduce; the checks before it may be slow
+    return multiply(self)
+doctor.Rank.multiply = multiply_and_shorten
 if rank == 1:
     doctor.Rank.all_reduce = lambda self: os._exit(0)
 """
