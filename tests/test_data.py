@@ -68,7 +68,7 @@ class Drawn(torch.utils.data.Dataset):
     def __len__(self):
         return 5
 
-    def seed_sample(self, seed: int):
+    def seed_sample(self, seed: int, epoch: int):
         self.own = np.random.default_rng(seed)
 
     def __getitem__(self, index):
@@ -106,7 +106,7 @@ OWN = """if True:
         def __len__(self):
             return self.count
 
-        def seed_sample(self, seed):
+        def seed_sample(self, seed, epoch):
             self.generator = np.random.default_rng(seed)
 
         def __getitem__(self, index):
@@ -217,7 +217,7 @@ def refusal_of(train_set, test_set) -> str:
 
 def test_a_data_set_without_an_index_or_without_samples_is_refused():
     one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
-    refusal = "an IterableDataset has no index: use a data set with __getitem__()"
+    refusal = "Stream has no index: use a data set with __getitem__()"
     assert refusal_of(Stream(), one) == refusal
     for sets in ((none, one), (one, none)):
         assert "no samples" in refusal_of(*sets)

@@ -218,8 +218,8 @@ def optimizer(self, cfg, model):
     pairs = zip(rates, model.parameters())
     return torch.optim.SGD([{"params": [p], "lr": rate} for rate, p in pairs], momentum=0.9)
 
-def lr_factor(self, cfg, epoch):
-    return np.cos(epoch / cfg.epochs)
+def lr_factor(self, cfg, step, total_steps):
+    return np.cos(step / total_steps)
 
 def report(self, sums):
     return {"loss": torch.tensor(sums["loss"] / sums["count"]), "one": np.float32(1)}
