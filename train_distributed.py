@@ -269,12 +269,9 @@ def read_mnist(root: Path, part: str) -> InMemoryDataset:
 
 
 # ------------------------------------------------------------------------------------ OPTIONS
-# What may change in a run at any time:
-FREE_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "epochs", "stop_at_step"}
-FREE_OPTIONS |= {"total_steps", "data_dir", "num_workers", "log_every_steps", "tensorboard"}
-FREE_OPTIONS |= {"wandb", "keep", "checkpoint_every_steps", "save_minutes", "nodes", "patience"}
-FREE_OPTIONS |= {"gpus_per_node", "distributed_backend", "hang_timeout", "eval_every_steps"}
-FREE_OPTIONS |= {"eval_every_epochs"}
+# How a run is started, and how long it is: what may change without --checkpoint-dir, too.
+FREE_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "nodes", "gpus_per_node"}
+FREE_OPTIONS |= {"epochs", "total_steps", "stop_at_step", "num_workers", "data_dir"}
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "optimizer", "dataset"}
 FIXED_OPTIONS |= {"task", "spec", "samples"}  # see Saver.identity
@@ -409,9 +406,10 @@ class State:
 def train(task, cfg, world):
     """One run, from its start or its newest checkpoint to its last step. Collective."""
     path = on_rank_0(find_checkpoint, cfg)
-    checkpoint = (
-        load_checkpoint(path, is_verified=False) if path else None
-    )  # rank 0 has verified it
+    checkpoint = None
+    if path:
+        checkpoint = load_checkpoint(path, is_verified=False)  # rank 0 has verified it
+        task.step = checkpoint["state"]["step"]
     if not cfg.global_batch_size:
         cfg.global_batch_size = cfg.batch_size * world.world_size
         if checkpoint:  # that of the run stays, on any number of ranks
@@ -439,8 +437,8 @@ def train(task, cfg, world):
         loss_of = task.wrap(loss_of)
         settle_buckets(loss_of)
     keys = functools.partial(stream.keys, state.step)
-    micro_batches = (last_step - state.step) * len(stream.micro_batches)
-    batches = batches_of(task, cfg, world, train_set, keys, micro_batches)
+    count = (last_step - state.step) * len(stream.micro_batches)
+    batches = batches_of(task, cfg, world, train_set, keys, count)
     prefix = "test_" if test_set is None else "validation_"
     metrics = MetricsWriter(task, cfg, saver, prefix)
     requests = StopRequests(cfg)
@@ -479,8 +477,8 @@ def train(task, cfg, world):
             state.step += 1
             evaluates = stream.is_evaluated(state.step)
             ends_epoch = stream.ends_epoch(state.step)
-            ends = state.step == last_step or evaluates
-            ends |= stream.ends_interval(state.step, cfg.checkpoint_every_steps)
+            every = cfg.checkpoint_every_steps
+            ends = state.step == last_step or evaluates or (every and state.step % every == 0)
             if ends or ends_epoch or exchange.is_due(state.step):
                 asked = requests.poll() + saver.poll()
                 totals, reason, agreed = exchange.all_reduce(state.step, sums, asked)
@@ -500,17 +498,17 @@ def train(task, cfg, world):
         set_train_or_eval("eval")
         if saver.saved_step < state.step:  # that save has failed: try again, else fail
             saver.save(state, model, optimizer, scaler)
-        if (
-            test_set is not None
-            and reason not in STOP_REASONS
-            and (reason or last_step == total_steps)
-        ):
-            evaluate_best(task, cfg, world, model, test_set, requests, state, metrics, saver)
+        is_over = last_step == total_steps or reason  # not by --stop-at-step
+        if test_set is not None and is_over and reason not in STOP_REASONS:
+            arguments = (model, test_set, requests, state, metrics, saver)
+            reason = evaluate_best(task, cfg, world, *arguments) or reason
     except Exception as error:
         with suppress(UserError):  # a full disk must not hide the error
             saver.write_status(state.step, "failed", str(error))
         raise
     ending = "finished"
+    if reason in STOP_REASONS:
+        StopRequests.signal = reason  # what launchers send after a STOP file must not end this
     if reason in STOP_REASONS or (not reason and state.step < total_steps):  # --stop-at-step
         ending = "stopped"
     why = f" ({reason})" if reason else ""
@@ -525,22 +523,27 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, sums, st
     The gradient is the mean over all samples (or items) of the step. Collective.
     """
 
+    counts = []  # of items, if their number varies
+
     def forward(micro):
-        """(mean loss, number of items if it varies) of one micro-batch."""
+        """The loss of one micro-batch: its mean, or, with a count, the sum over its items."""
         began = time.monotonic()
         batch = next(batches)
         exchange.seconds_waited += time.monotonic() - began
-        HangTimer.idle = 0
         seed_generators(derive_seed(cfg.seed, "dropout", step, micro), world.device)
         loss, values, _ = loss_of(batch)
-        items = values.get("count")
         sums.add(step // cfg.log_every_steps, loss, values, batch, cfg.batch_size)
-        return loss, items
+        if "count" not in values:
+            return loss
+        counts.append(values["count"])
+        return loss * counts[-1]
 
     if cfg.reproducible:
-        exact_gradients(stream, optimizer, scaler, forward)
+        exact_gradients(stream, optimizer, scaler, forward, counts)
     else:
-        averaged_gradients(world, stream, loss_of, optimizer, scaler, forward)
+        averaged_gradients(world, stream, loss_of, scaler, forward)
+    if counts:
+        divide_by_items(optimizer, counts, stream.micro_batches_per_step)
     is_recorded = stream.ends_interval(step + 1, cfg.log_every_steps)
     if cfg.clip_grad_norm or is_recorded:
         scaler.unscale_(optimizer)
@@ -554,27 +557,22 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, sums, st
     optimizer.zero_grad()
 
 
-def averaged_gradients(world, stream, loss_of, optimizer, scaler, forward):
-    """Gradients by DDP, which averages over the ranks in the last micro-batch. Collective."""
-    counts = []  # of items, if their number varies
+def averaged_gradients(world, stream, loss_of, scaler, forward):
+    """Gradients by DDP, which averages over the ranks in the last micro-batch. Collective.
+
+    Those of the sum of all losses of all ranks, divided by the micro-batches of the step.
+    """
+    weight = world.world_size / stream.micro_batches_per_step
     for micro in stream.micro_batches:
         is_last = micro == stream.micro_batches[-1]
         with nullcontext() if world.world_size == 1 or is_last else loss_of.no_sync():
-            loss, items = forward(micro)
-            # The gradient is the sum of weight * loss over all micro-batches of all ranks, or, with
-            # items, a sum over items, which divide_by_items() makes the mean over all of them.
-            weight = world.world_size / stream.micro_batches_per_step
-            if items is not None:
-                counts.append(items)
-                loss = loss * items
+            loss = forward(micro)
             if weight != 1:
                 loss = loss * weight
             scaler.scale(loss).backward()
-    if counts:
-        divide_by_items(optimizer, counts, stream.micro_batches_per_step)
 
 
-def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
+def divide_by_items(optimizer, counts, micro_batches):
     """Turn gradients of sums over items into gradients of their mean. Collective."""
     items = torch.stack(counts).sum()
     if dist.is_initialized():
@@ -586,42 +584,34 @@ def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
 ROUNDING = 1.5 * 2**12  # the last bit of a float64 from 2**12 to 2**13 is 2**-40
 
 
-def exact_gradients(stream, optimizer, scaler, forward):
+def exact_gradients(stream, optimizer, scaler, forward, counts):
     """--reproducible: gradients that add up to the same bits on any number of ranks. Collective.
 
     Those of each micro-batch are rounded to multiples of 2**-40. Sums below 2**13 are then exact,
     in any order; larger ones become NaN.
     """
     scale = scaler.get_scale()  # of fp16, else 1
-    parameters = parameters_of(optimizer)
-    totals = []
-    for p in parameters:
-        totals.append(torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float64)))
-    counts = []
+    totals = {}
+    for p in parameters_of(optimizer):
+        totals[p] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float64))
     for micro in stream.micro_batches:
-        loss, items = forward(micro)
-        if items is not None:
-            if not counts:  # sums over items are divided by this number before they are rounded
-                divisor = items.double().clamp(min=1)
-                if dist.is_initialized():
-                    dist.broadcast(divisor, 0)
-                scale = scale * divisor
-            counts.append(items)
-            loss = loss * items
-        loss = loss / stream.micro_batches_per_step
+        loss = forward(micro) / stream.micro_batches_per_step
+        if len(counts) == 1:  # sums over items are divided by this number before they are rounded
+            divisor = counts[0].double().clamp(min=1)
+            if dist.is_initialized():
+                dist.broadcast(divisor, 0)
+            scale = scale * divisor
         scaler.scale(loss).backward()
-        for p, total in zip(parameters, totals):
+        for p, total in totals.items():
             if p.grad is not None:
                 gradient = p.grad.to(total.dtype) / scale
                 total.add_(gradient + ROUNDING - ROUNDING)
                 p.grad = None
-    for p, total in zip(parameters, totals):
+    for p, total in totals.items():
         if dist.is_initialized():
             dist.all_reduce(total)
         total.masked_fill_(total.abs() >= 2.0**13, math.nan)
         p.grad = (total * scale).to(p.dtype)
-    if counts:
-        divide_by_items(optimizer, counts, stream.micro_batches_per_step)
 
 
 def parameters_of(optimizer):
@@ -651,12 +641,10 @@ def evaluate(task, cfg, world, model, data_set, requests=None):
     exchange = Exchange(world)
 
     def keys(device):
-        for indices in mine:
-            yield indices.to(device)
+        return (indices.to(device) for indices in mine)
 
     batches = batches_of(task, cfg, world, data_set, keys, len(mine))
     for done, (number, indices, batch) in enumerate(zip(numbers, mine, batches), 1):
-        HangTimer.idle = 0
         seed_generators(derive_seed(cfg.seed, "test", number), world.device)
         loss, values, rows_of_batch = loss_of(batch)
         if number < len(micro_batches):
@@ -682,12 +670,9 @@ def evaluate(task, cfg, world, model, data_set, requests=None):
 def share_buffers(model):
     """Give all ranks the buffers of rank 0, such as BatchNorm's: it is the one that saves them.
 
-    Not those that grow when they are needed, or that are expanded from one number. Collective.
+    Not those that have grown to another size on some rank. Collective.
     """
-    own = {}
-    for name, buffer in model.named_buffers():
-        if 0 not in buffer.stride():
-            own[name, tuple(buffer.shape)] = buffer
+    own = {(name, tuple(buffer.shape)): buffer for name, buffer in model.named_buffers()}
     for key in sorted(set(own).intersection(*gather(list(own)))):
         values = own[key].contiguous()  # gloo would send the memory of a view as it lies
         if dist.is_initialized():
@@ -695,7 +680,7 @@ def share_buffers(model):
         own[key].copy_(values)
 
 
-def gather_rows(rows: dict) -> dict[str, torch.Tensor]:
+def gather_rows(rows):
     """{name: [samples, ...]} in the order of the data set, from {micro-batch: {name: [b, ...]}} of
     each rank. Collective.
     """
@@ -714,7 +699,7 @@ def gather_rows(rows: dict) -> dict[str, torch.Tensor]:
         ) from None
 
 
-def judge_evaluation(task, cfg, state, sums: dict, metrics, saver) -> str:
+def judge_evaluation(task, cfg, state, sums, metrics, saver):
     """Record an evaluation; keep its checkpoint as best.pt if Task.best was never better.
 
     For rank 0. Returns "", or why to end the training.
@@ -743,7 +728,7 @@ def judge_evaluation(task, cfg, state, sums: dict, metrics, saver) -> str:
     return ""
 
 
-def evaluate_best(task, cfg, world, model, test_set, requests, state, metrics, saver) -> str:
+def evaluate_best(task, cfg, world, model, test_set, requests, state, metrics, saver):
     """At the end, evaluate the test set with best.pt. Returns "" or why to stop. Collective."""
     best = saver.directory / "best.pt"
     if on_rank_0(best.exists):
@@ -759,7 +744,8 @@ def evaluate_checkpoint(task, cfg, world):
     *_, held_out, test_set = open_data(task, cfg)
     spec = task.spec
     model = load_model(cfg.evaluate, task, str(world.device))
-    if held_out is None or repr(task.spec) != repr(spec):
+    task.cfg = cfg
+    if held_out is None or as_text(task.spec) != as_text(spec):
         raise UserError(f"--evaluate {cfg.evaluate}: no test set, or not with {task.spec}")
     sums, _ = evaluate(task, cfg, world, model, test_set or held_out)
     if is_rank_0():
@@ -770,10 +756,7 @@ def build_model(task, cfg, world):
     """The model, with the same weights on every rank."""
     HangTimer.idle = 0
     seed_generators(cfg.seed, world.device)
-    model = task.model(cfg)
-    if not isinstance(model, nn.Module):
-        raise UserError(f"Task.model() must return a torch.nn.Module, not {name_of(model)}")
-    model = model.to(world.device)
+    model = new_model(task, cfg).to(world.device)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("Task.model(): no parameter of the model is to be trained")
     if cfg.activation_checkpointing:
@@ -786,6 +769,18 @@ def build_model(task, cfg, world):
             block.forward = forward
     if cfg.compile:
         model.compile()  # in place: the names in checkpoints stay the same
+    return model
+
+
+def new_model(task, cfg):
+    """Task.model()."""
+    model = task.model(cfg)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"Task.model() must return a torch.nn.Module, not {name_of(model)}")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if 0 in buffer.stride():  # expanded from one number: nothing can be copied to it
+                module._buffers[name] = buffer.contiguous()
     return model
 
 
@@ -811,7 +806,7 @@ def build_optimizer(task, cfg, model):
     return optimizer
 
 
-def frozen_parts(model: nn.Module) -> list[nn.Module]:
+def frozen_parts(model):
     """Those whose statistics of BatchNorm must not change.
 
     Found once: a loss that freezes and thaws parts in turn, as a GAN's, may do so at any time.
@@ -823,7 +818,7 @@ def frozen_parts(model: nn.Module) -> list[nn.Module]:
     return frozen
 
 
-def set_mode(mode: str, optimizer, model: nn.Module, frozen: list[nn.Module]):
+def set_mode(mode, optimizer, model, frozen):
     """mode: train, for steps; eval, for evaluations and saves."""
     model.train(mode == "train")
     for part in frozen:
@@ -832,7 +827,7 @@ def set_mode(mode: str, optimizer, model: nn.Module, frozen: list[nn.Module]):
         getattr(optimizer, mode)()
 
 
-def start_profiler(cfg, world, optimizer, step: int):
+def start_profiler(cfg, world, optimizer, step):
     """Record five of the next steps of this rank in a file for Perfetto. Returns their end."""
     directory = str(run_directory(cfg))
     log_on_rank_0(f"Recording the steps after {step}: see {directory}/trace_*.json")
@@ -878,19 +873,15 @@ def open_data(task, cfg):
         open_all()
     given = [data_set for data_set in data_sets if data_set is not None]
     for data_set in given:
-        if isinstance(data_set, DataLoader):
+        is_loader = isinstance(data_set, (DataLoader, IterableDataset))
+        if is_loader or not hasattr(data_set, "__len__"):
             raise UserError(
-                "Task.data() must return data sets, not DataLoaders: options of the loader come "
-                "from Task.loader_options()"
+                f"{name_of(data_set)} has no index: use a data set with __getitem__(); options of "
+                "its DataLoader come from Task.loader_options()"
             )
-        if isinstance(data_set, IterableDataset) or not hasattr(data_set, "__len__"):
-            text = f"{name_of(data_set)} has no index: use a data set with __getitem__()"
-            raise UserError(text)
         if len(data_set) == 0:
             raise UserError("a data set has no samples: is --data-dir right?")
-    if any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in tree_leaves(task.spec)):
-        raise UserError("Task.spec holds an array: use numbers and lists, such as its tolist()")
-    seen = gather([[len(data_set) for data_set in given], repr(task.spec)])
+    seen = gather([[len(data_set) for data_set in given], as_text(task.spec)])
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise UserError(
@@ -912,13 +903,13 @@ class SeededDataset(Subset):
     A data set with a generator or a curriculum of its own has a method seed_sample(seed, epoch).
     """
 
-    def __init__(self, dataset: Dataset, seed: int):
+    def __init__(self, dataset, seed):
         super().__init__(dataset, range(len(dataset)))
         self.seed = seed
         if hasattr(dataset, "seed_sample"):
             check_arguments(dataset.seed_sample, "seed", "epoch")
 
-    def __getitems__(self, keys: list[int]) -> list:
+    def __getitems__(self, keys):
         """The samples of a micro-batch, for keys of SampleStream; the DataLoader calls it."""
         epoch = keys[0] // len(self.dataset)
         seed = derive_seed(self.seed, "augmentation", keys[0])
@@ -928,7 +919,7 @@ class SeededDataset(Subset):
         return super().__getitems__([key % len(self.dataset) for key in keys])
 
 
-def check_arguments(method: Callable, *names: str):
+def check_arguments(method, *names):
     """UserError if a method that a task defines does not take these arguments."""
     try:
         inspect.signature(method).bind(*names)
@@ -937,7 +928,7 @@ def check_arguments(method: Callable, *names: str):
         raise UserError(f"{method.__qualname__}() must take the arguments ({arguments})") from None
 
 
-def derive_seed(*parts) -> int:
+def derive_seed(*parts):
     """A 63-bit seed from numbers and words; neighboring numbers give unrelated seeds."""
     digest = blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -986,26 +977,26 @@ class SampleStream:
             f"{samples / cfg.global_batch_size:.4g} steps per epoch"
         )
 
-    def epochs_done(self, step: int) -> int:
+    def epochs_done(self, step):
         """The complete passes over the training set after this many steps."""
         return step * self.cfg.global_batch_size // self.samples
 
-    def ends_epoch(self, step: int) -> bool:
+    def ends_epoch(self, step):
         """Whether an epoch is complete after this number of steps, and was not one step before."""
         beyond = step * self.cfg.global_batch_size % self.samples
         return step > 0 and beyond < self.cfg.global_batch_size
 
-    def ends_interval(self, step: int, every: int | None) -> bool:
+    def ends_interval(self, step, every):
         """Whether an epoch, or an interval of so many steps, is complete after this step."""
         return self.ends_epoch(step) or (every is not None and step > 0 and step % every == 0)
 
-    def is_evaluated(self, step: int) -> bool:
+    def is_evaluated(self, step):
         every = self.cfg.eval_every_steps
         if self.ends_epoch(step) and self.epochs_done(step) % self.cfg.eval_every_epochs == 0:
             return True
         return step == self.total_steps or bool(every and step > 0 and step % every == 0)
 
-    def order(self, epoch: int) -> torch.Tensor:
+    def order(self, epoch):
         """The keys of this epoch's samples in their order; a key is epoch * samples + index."""
         generator = torch.Generator().manual_seed(derive_seed(self.cfg.seed, "order", epoch))
         order = self.task.order(self.cfg, self.train_set, epoch, generator)
@@ -1017,7 +1008,7 @@ class SampleStream:
             )
         return order + epoch * self.samples
 
-    def keys(self, step: int, device):
+    def keys(self, step, device):
         """The keys int64 [b] of this rank's micro-batches, from this step on, without an end."""
         epoch = None
         while True:
@@ -1031,7 +1022,7 @@ class SampleStream:
             step += 1
 
 
-def batches_of(task, cfg, world, dataset, keys: Callable, count=math.inf):
+def batches_of(task, cfg, world, dataset, keys, count=math.inf):
     """Micro-batches on the device of this rank; keys(device) yields the keys int64 [b] of each.
 
     count: how many there are, if they are few; no more loader workers are started.
@@ -1125,7 +1116,7 @@ def stack_samples(samples):
         raise UserError(f"samples cannot be stacked: {remedy} ({error})") from None
 
 
-def cores_of_rank() -> int:
+def cores_of_rank():
     """The cores of this rank: those it is bound to, at most its share of the machine, and 16."""
     cores = (os.cpu_count() or 1) // launch_variable("LOCAL_WORLD_SIZE", 1)
     if hasattr(os, "sched_getaffinity"):  # Linux; scripts/guard.py and Slurm bind a rank
@@ -1133,7 +1124,7 @@ def cores_of_rank() -> int:
     return min(16, max(1, cores))
 
 
-def start_worker(worker_init_fn: Callable | None, worker: int):
+def start_worker(worker_init_fn, worker):
     """Schedulers signal all processes of a job, but a rank needs its workers until it stops."""
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -1205,7 +1196,7 @@ def use_slurm_variables(env):
     env["LOCAL_WORLD_SIZE"] = re.split("[(,]", env["SLURM_STEP_TASKS_PER_NODE"])[0]  # 4(x2)
 
 
-def launch_variable(name: str, default: float) -> float:
+def launch_variable(name, default):
     """The number in a variable of the environment, of the type of its default."""
     text = os.environ.get(name) or default
     try:
@@ -1214,7 +1205,7 @@ def launch_variable(name: str, default: float) -> float:
         raise UserError(f"the variable {name} is {text!r}, not a number: unset it") from None
 
 
-def is_rank_0() -> bool:
+def is_rank_0():
     """Under a bare srun, only after setup_distributed()."""
     return launch_variable("RANK", 0) == 0
 
@@ -1240,7 +1231,7 @@ class LossOf(nn.Module):
     loss, the sums and the rows of Task.loss(); only the loss has a graph.
     """
 
-    def __init__(self, task, cfg, world, model: nn.Module):
+    def __init__(self, task, cfg, world, model):
         super().__init__()
         self.task = task
         self.model = model
@@ -1250,35 +1241,29 @@ class LossOf(nn.Module):
 
     def forward(self, batch):
         if batch is None:  # of settle_buckets()
-            return sum(p.sum().abs() * 0 for p in self.parameters() if p.requires_grad), {}, {}
+            return sum(p.sum().abs() * 0 for p in self.parameters() if p.requires_grad)
         with self.autocast():
             result = self.task.loss(self.model, batch)
         parts = result if isinstance(result, tuple) else (result,)
-        kinds = ", ".join(name_of(part) for part in parts)
-        is_valid = len(parts) in (2, 3) and isinstance(parts[0], torch.Tensor)
-        if not is_valid or parts[0].dim() or not isinstance(parts[1], dict):
+        is_pair = len(parts) in (2, 3) and isinstance(parts[1], dict)
+        if not is_pair or not isinstance(parts[0], torch.Tensor) or parts[0].dim():
             raise UserError(
                 "Task.loss() must return the mean loss, a tensor without dimensions, and a dict of "
-                f"sums, which may be empty; it returned ({kinds})"
+                f"sums, which may be empty, not ({', '.join(map(name_of, parts))})"
             )
-        if torch.is_grad_enabled() and not parts[0].requires_grad:
+        loss, sums, *rows = parts
+        if torch.is_grad_enabled() and not loss.requires_grad:
             raise UserError("Task.loss(): the loss has no gradient, as after detach() or no_grad()")
-        sums = {}
-        for name, value in parts[1].items():
-            try:
-                sums[name] = torch.as_tensor(value).detach()
-            except (TypeError, ValueError, RuntimeError):
-                sums[name] = None
-            if sums[name] is None or name == "loss":
-                raise UserError(
-                    f"Task.loss(): the sum {name!r} is {name_of(value)}: a sum is a number or a "
-                    "tensor, and has another name than the loss"
-                )
-        rows = parts[2] if len(parts) == 3 else {}
-        return parts[0], sums, rows
+        if "loss" in sums:
+            raise UserError('Task.loss(): "loss" is the sum of the losses: rename the sum "loss"')
+        try:
+            sums = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"Task.loss(): a sum is a number or a tensor ({error})") from None
+        return loss, sums, rows[0] if rows else {}
 
 
-def name_of(value) -> str:
+def name_of(value):
     """Its type, and the shape of a tensor, for messages."""
     name = type(value).__name__
     if isinstance(value, (tuple, list)):
@@ -1286,7 +1271,7 @@ def name_of(value) -> str:
     return f"{name} {list(value.shape)}" if isinstance(value, torch.Tensor) else name
 
 
-def settle_buckets(ddp: DistributedDataParallel):
+def settle_buckets(ddp):
     """A first backward pass, after which DDP regroups the gradients for good. Collective.
 
     In a resumed run, that would happen at another step than in a run that was never stopped, and
@@ -1296,12 +1281,11 @@ def settle_buckets(ddp: DistributedDataParallel):
     # These note which parameters are used, or expect gradients that are sparse.
     if ddp.static_graph or any(getattr(part, "sparse", False) for part in ddp.modules()):
         return
-    loss, _, _ = ddp(None)
-    loss.backward()
+    ddp(None).backward()
     ddp.zero_grad()
 
 
-def on_rank_0(function: Callable, *arguments):
+def on_rank_0(function, *arguments):
     """Call a function on rank 0; return its result on all ranks. Collective.
 
     If it raises an error, rank 0 raises that, and the other ranks exit with code 2.
@@ -1365,7 +1349,7 @@ class Sums:
         self.shapes = None  # {name: shape}, the same in each micro-batch and on all ranks
         self.are_compared = False
 
-    def add(self, interval: int, loss, values: dict, batch, samples: int):
+    def add(self, interval, loss, values, batch, samples):
         """samples: of the batch; how many the loss is the mean of, if values have no "count"."""
         HangTimer.idle = 0
         loss = loss.detach()
@@ -1386,7 +1370,7 @@ class Sums:
         for name, value in values.items():
             self.columns[interval, name].append(value)
 
-    def take(self) -> dict:
+    def take(self):
         """{interval: {name: sum of what was added}}, float64, in the same order on all ranks.
 
         That of "loss" counts each mean loss as often as its items. Waits for the GPU. Collective
@@ -1408,7 +1392,7 @@ class Sums:
         return totals
 
 
-def refuse_other_sums(shapes: dict, expected: dict, where: str):
+def refuse_other_sums(shapes, expected, where):
     """UserError if Task.loss() has returned sums of other names or shapes."""
     others = dict(shapes.items() ^ expected.items())
     if others:
@@ -1431,23 +1415,22 @@ class Exchange:
         self.recorded = {}
         self.restart(0)
 
-    def restart(self, step: int):
+    def restart(self, step):
         """Start the clock again, for example after a save."""
         HangTimer.idle = 0
         self.step = step
         self.time = time.monotonic()
         self.seconds_waited = 0.0  # for data
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step):
         """The same on all ranks."""
         return step >= self.step + self.steps_between
 
-    def all_reduce(self, step: int, sums: Sums, requests: list[str]):
+    def all_reduce(self, step, sums, requests):
         """({interval: sums over all ranks}, why to stop or "", the requests of any rank).
 
         Collective.
         """
-        HangTimer.idle = 0
         totals = sums.take()
         header = [time.monotonic() - self.time, self.seconds_waited]
         header += [request in requests for request in REQUESTS]
@@ -1505,12 +1488,13 @@ class MetricsWriter:
     last record counts.
     """
 
-    def __init__(self, task, cfg, saver, prefix: str):
+    def __init__(self, task, cfg, saver, prefix):
         self.task = task
         self.cfg = cfg
         self.stream = saver.stream
         self.prefix = prefix  # of the metrics of evaluations
         self.path = saver.directory / "metrics.jsonl"
+        self.has_reported = False
         self.board = None  # of TensorBoard
         self.wandb = None
         on_rank_0(self.open, saver)
@@ -1546,8 +1530,12 @@ class MetricsWriter:
                 )
             state.epoch_sums.update(sums)  # a Counter adds
             state.interval_sums.update(sums)
-            values = report(self.task, state.interval_sums)  # a mistake in it shows after one step
-            if not self.stream.ends_interval(end, every):
+            is_complete = self.stream.ends_interval(end, every)
+            if not is_complete and self.has_reported:
+                continue
+            values = report(self.task, state.interval_sums)
+            self.has_reported = True  # a mistake in it shows after one step
+            if not is_complete:
                 continue
             state.interval_sums = Counter()
             rate = self.cfg.global_batch_size / exchange.seconds_per_step
@@ -1566,7 +1554,7 @@ class MetricsWriter:
             }
             self.record("train", end, values)
 
-    def record_evaluation(self, state, sums: dict) -> dict:
+    def record_evaluation(self, state, sums):
         """Record an evaluation, and at its end the epoch. Returns the metrics of the evaluation.
 
         For rank 0. Both are empty without a data set.
@@ -1588,13 +1576,13 @@ class MetricsWriter:
             self.record("evaluation", state.step, values)
         return results
 
-    def record_test(self, step: int, sums: dict):
+    def record_test(self, step, sums):
         """The test set, at the end of a run with a validation set. For rank 0."""
         values = {f"test_{name}": value for name, value in report(self.task, sums).items()}
         log(f"Test set, with the best checkpoint: {describe(values)}")
         self.record("test", step, values)
 
-    def record(self, kind: str, step: int, values: dict):
+    def record(self, kind, step, values):
         if not is_rank_0():
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -1613,7 +1601,7 @@ class MetricsWriter:
             self.wandb.log(numbers, step)
 
 
-def report(task, sums: dict) -> dict[str, float]:
+def report(task, sums):
     """Task.report(). Where a metric cannot be computed, such as F1 of no samples, it is NaN."""
     try:
         values = task.report(dict(sums))
@@ -1657,7 +1645,7 @@ def warn_once(text):
         warn(text)
 
 
-def log_on_rank_0(text: str):
+def log_on_rank_0(text):
     if is_rank_0():
         log(text)
 
@@ -1693,7 +1681,7 @@ class StopRequests:
             if not under_nohup:
                 signal.signal(number, self.on_signal)
 
-    def on_signal(self, number: int, _frame):
+    def on_signal(self, number, _frame):
         if not self.signal:
             StopRequests.signal = signal.Signals(number).name
             self.signal_time = time.time()
@@ -1733,7 +1721,7 @@ def only_run_in_directory(cfg):
             os.close(lock)
 
 
-def lock_directory(cfg) -> int:
+def lock_directory(cfg):
     """The file descriptor of the lock. For rank 0."""
     directory = run_directory(cfg)
     file = directory / "lock"
@@ -1763,7 +1751,7 @@ def lock_directory(cfg) -> int:
     return lock
 
 
-def write_file(path: Path, write: Callable):
+def write_file(path, write):
     """Call write(file) on a temporary file; rename it once its content is on disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -1802,7 +1790,7 @@ class Saver:
         self.saved_step = 0
         self.has_failed = False  # the last save has
 
-    def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
+    def restore(self, path, checkpoint, state, model, optimizer, scaler):
         """Continue from the checkpoint."""
         refuse_changes(self.cfg, self.options, checkpoint, self.identity)
         load_weights(model, checkpoint["model"])
@@ -1868,13 +1856,13 @@ class Saver:
         self.last_save = time.monotonic()
         (self.directory / "SAVE").unlink(missing_ok=True)
 
-    def path_of(self, step: int) -> Path:
+    def path_of(self, step):
         name = f"checkpoint_step_{step}.pt"
         if self.stream.ends_epoch(step):
             name = f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
         return self.directory / name
 
-    def content(self, state, model, optimizer, scaler) -> dict:
+    def content(self, state, model, optimizer, scaler):
         return {
             **self.identity,
             "config": self.options,
@@ -1897,7 +1885,7 @@ class Saver:
         write_file(trial, functools.partial(write_checkpoint, content))
         trial.unlink()
 
-    def save_best(self, step: int):
+    def save_best(self, step):
         """Keep the checkpoint of this step as best.pt, beside the others. For rank 0."""
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
@@ -1909,7 +1897,7 @@ class Saver:
         finally:
             temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
-    def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
+    def write_status(self, step, state, reason="", seconds_left=None):
         """status.json, and a copy for the supervisor. States: running, finished, stopped,
         failed. After a kill, it stays "running".
         """
@@ -1931,7 +1919,7 @@ class Saver:
                 write_file(Path(path), lambda file: file.write(text))
 
 
-def write_checkpoint(content: dict, file):
+def write_checkpoint(content, file):
     torch.save(content, file)
     file.flush()
     try:
@@ -1942,17 +1930,17 @@ def write_checkpoint(content: dict, file):
         raise UserError(text) from None
 
 
-def unmapped(tensor: torch.Tensor) -> torch.Tensor:
+def unmapped(tensor):
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
-def checkpoints_in(directory: Path):
+def checkpoints_in(directory):
     """Not copies such as checkpoint_epoch_3_good.pt."""
     name = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")
     return [path for path in directory.iterdir() if name.fullmatch(path.name)]
 
 
-def find_checkpoint(cfg) -> Path | None:
+def find_checkpoint(cfg):
     """The newest intact checkpoint in --checkpoint-dir, else that of --resume. For rank 0."""
     directory = run_directory(cfg)
     paths = checkpoints_in(directory)
@@ -1976,14 +1964,14 @@ def find_checkpoint(cfg) -> Path | None:
     return Path(cfg.resume)
 
 
-def step_of(path: Path):
+def step_of(path):
     """Infinity if it cannot be loaded: find_checkpoint() then comes to it first, and names it."""
     with suppress(Exception):
         return open_checkpoint(path)["state"]["step"]
     return math.inf
 
 
-def open_checkpoint(path: Path):
+def open_checkpoint(path):
     """Its content, mapped into memory: a tensor is read when it is used."""
     with zipfile.ZipFile(path) as archive:
         (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -1991,7 +1979,7 @@ def open_checkpoint(path: Path):
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def load_checkpoint(path: Path, is_verified=True):
+def load_checkpoint(path, is_verified=True):
     """open_checkpoint(), or a UserError if the file is not as it was saved.
 
     is_verified: read and compare all of it.
@@ -2010,24 +1998,24 @@ def load_checkpoint(path: Path, is_verified=True):
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
 
 
-def verify(checkpoint: dict):
+def verify(checkpoint):
     digests = checkpoint.get("digests")  # none in a file of weights of others
     if digests and digests != digests_in(checkpoint):
         raise ValueError("a tensor is not as it was saved")
 
 
-def digests_in(checkpoint: dict):
+def digests_in(checkpoint):
     """Of all tensors in it, which may be on several devices."""
     leaves = tree_leaves(checkpoint)
     return [digests_of([leaf]).item() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def load_weights(model: nn.Module, weights: dict):
-    """load_state_dict() for buffers, too, that have grown, or that are expanded."""
+def load_weights(model, weights):
+    """load_state_dict(), also for buffers that have grown."""
     for name, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             saved = weights.get(f"{name}.{leaf}" if name else leaf)
-            if saved is not None and (saved.shape != buffer.shape or 0 in buffer.stride()):
+            if saved is not None and saved.shape != buffer.shape:
                 module._buffers[leaf] = saved.to(buffer.device, copy=True)
     try:
         model.load_state_dict(weights)
@@ -2055,9 +2043,9 @@ def load_initial_weights(cfg, model):
             if torch.is_tensor(weight) and name in own and weight.shape == own[name].shape:
                 found[name] = weight
         fitting = max(fitting, found, key=len)
-    names = f"{', '.join(list(weights)[:3])} ..., and of the model {', '.join(list(own)[:3])} ..."
     if not fitting:
-        raise UserError(f"--init {cfg.init}: no weight fits: names in it are {names}")
+        names = f"{', '.join(list(weights)[:3])} ..., not {', '.join(list(own)[:3])} ..."
+        raise UserError(f"--init {cfg.init}: no weight fits the model; it has {names}")
     model.load_state_dict(fitting, strict=False)
     others = ", ".join(sorted(own.keys() - fitting.keys()))
     taken = f"{len(fitting)} taken, {len(weights) - len(fitting)} left"
@@ -2076,7 +2064,7 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
         raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass that task")
     task.spec = checkpoint["spec"]
     task.cfg = saved_options(build_parser(task), checkpoint["config"]).parse_args([])
-    model = task.model(task.cfg)
+    model = new_model(task, task.cfg)
     load_weights(model, checkpoint["model"])
     model.requires_grad_(False)
     return model.to(device).eval()
@@ -2086,17 +2074,17 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
 class UserError(Exception):
     """Something the user can fix: printed as one sentence, without a traceback."""
 
-    def __init__(self, text: str, cause: str = "configuration"):
+    def __init__(self, text, cause="configuration"):
         text = text.rpartition("UserError: ")[2]  # a loader worker's comes with its traceback
         super().__init__(" ".join(text.split()))
         self.cause = cause  # for scripts/supervise.py: after "disk", a restart may help
 
 
-def run_directory(cfg) -> Path:
+def run_directory(cfg):
     return Path(cfg.checkpoint_dir or "checkpoints")
 
 
-def refuse_changes(cfg, options: dict, checkpoint: dict, identity: dict):
+def refuse_changes(cfg, options, checkpoint, identity):
     """UserError if options, or the identity of the run, have changed in a way that is not allowed.
 
     Without --checkpoint-dir, a second experiment would continue the first one by mistake.
@@ -2104,11 +2092,9 @@ def refuse_changes(cfg, options: dict, checkpoint: dict, identity: dict):
     before = checkpoint["config"] | {name: checkpoint[name] for name in identity}
     changes = {}
     for name, now in (options | identity).items():
-        is_same = (
-            name not in before or before[name] == now or repr(before[name]) == repr(now)
-        )  # NaN
-        if name not in FREE_OPTIONS and not is_same:
-            changes[name] = f"{name} {before[name]} -> {now}"
+        then = before.get(name, now)
+        if name not in FREE_OPTIONS and as_text(then) != as_text(now):
+            changes[name] = f"{name} {then} -> {now}"
     text = ", ".join(changes.values())
     refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes.keys() - {"code"}
     if refused:
@@ -2122,7 +2108,12 @@ def refuse_changes(cfg, options: dict, checkpoint: dict, identity: dict):
         log_on_rank_0(f"Changed since the checkpoint: {text}")
 
 
-def plain_options(task, cfg) -> dict:
+def as_text(value):
+    """Equal for equal values, also where they hold tensors or NaN."""
+    return repr(tree_map_only(torch.Tensor, torch.Tensor.tolist, value))
+
+
+def plain_options(task, cfg):
     """The options as a checkpoint and a YAML file can hold them: a Path, for example, as a text.
 
     UserError if the type of an option does not read back what is written.
@@ -2132,16 +2123,18 @@ def plain_options(task, cfg) -> dict:
         if not all(isinstance(leaf, (str, int, float, type(None))) for leaf in tree_leaves(value)):
             value = str(value.value if isinstance(value, enum.Enum) else value)
         options[name] = value
-    again = saved_options(build_parser(task), options).parse_args([])
-    for name, value in vars(cfg).items():
-        if isinstance(options[name], str) and repr(getattr(again, name)) != repr(value):
-            raise UserError(
-                f"the type of the option {name} must turn {options[name]!r} back into {value!r}"
-            )
+    try:
+        again = saved_options(build_parser(task), options).parse_args([])
+        for name, value in options.items():
+            if isinstance(value, str) and repr(getattr(again, name)) != repr(getattr(cfg, name)):
+                raise ValueError(f"{name} {value!r}")
+    except Exception as error:
+        text = f"an option could not be read from a checkpoint again: {error}"
+        raise UserError(text) from None
     return options
 
 
-def saved_options(parser: Parser, options: dict) -> Parser:
+def saved_options(parser, options):
     """The parser, with the options of a checkpoint as defaults; argparse converts texts."""
     parser.set_defaults(**options)
     for action in parser._actions:
@@ -2149,12 +2142,12 @@ def saved_options(parser: Parser, options: dict) -> Parser:
     return parser
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
+def did_you_mean(word, known):
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     return f", did you mean {near[0]}?" if near else ""
 
 
-def code_version() -> str:
+def code_version():
     """What runs: digests of the started script and of this file, and the commit."""
     started = getattr(sys.modules["__main__"], "__file__", __file__)
     parts = []
@@ -2171,13 +2164,13 @@ def code_version() -> str:
 class Parser(argparse.ArgumentParser):
     """Raises UserError where argparse would print its usage and exit."""
 
-    def error(self, message: str):
+    def error(self, message):
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         hint = did_you_mean(unknown[1], [*self._option_string_actions]) if unknown else ""
         raise UserError(message + hint)
 
 
-def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespace:
+def parse_config(argv, task=None):
     """The options. The command line overrides the file --config, which overrides the defaults.
 
     With --evaluate, the options of that checkpoint are the defaults.
@@ -2198,7 +2191,7 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     return task.cfg
 
 
-def read_config(file: str, task) -> list[str]:
+def read_config(file, task):
     """The words of a command line for a YAML file like `epochs: 5`: ["--epochs=5"]."""
     try:
         # All values are texts: `amp: off` stays "off", and nothing in the file is executed.
@@ -2227,7 +2220,7 @@ def read_config(file: str, task) -> list[str]:
     return words
 
 
-def words_of(action: argparse.Action, name: str, value) -> list[str]:
+def words_of(action, name, value):
     """The words that give an option this value of a YAML file, none if it is the default."""
     default = action.default
     if isinstance(default, tuple):
@@ -2288,13 +2281,13 @@ def main(task: Task | None = None, argv: list[str] | None = None):
         dist.destroy_process_group()  # not after an error: it might wait for other ranks
 
 
-def put_back(handlers: dict):
+def put_back(handlers):
     """Of signals. After a stop, only for a user who goes on: its signal may come several times."""
     if threading.current_thread() is not threading.main_thread():
         return
     is_stopping = StopRequests.signal and not hasattr(sys, "ps1")  # of a notebook or a prompt
     for number, handler in handlers.items():
-        if not (is_stopping and number in STOP_SIGNALS):
+        if handler is not None and not (is_stopping and number in STOP_SIGNALS):
             signal.signal(number, handler)
 
 

@@ -133,7 +133,7 @@ def test_a_sum_of_gradients_that_is_too_large_to_be_exact_is_not_finite():
         stream = SampleStream(Task(), cfg, World(), range(5))
 
         def forward(_micro, gradient=total):
-            return gradient * model.weight.sum(), None
+            return gradient * model.weight.sum()
 
-        train_distributed.exact_gradients(stream, optimizer, scaler, forward)
+        train_distributed.exact_gradients(stream, optimizer, scaler, forward, [])
         assert model.weight.grad.isfinite().all() == finite
