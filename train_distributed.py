@@ -1364,11 +1364,13 @@ class Sums:
                 )
             values = {**values, "count": torch.tensor(samples)}
         values = {**values, "loss": loss}
-        shapes = {name: tuple(value.shape) for name, value in sorted(values.items())}
-        self.shapes = self.shapes or shapes
-        refuse_other_sums(shapes, self.shapes, "in each micro-batch")
+        shapes = {}
         for name, value in values.items():
+            shapes[name] = value.shape
             self.columns[interval, name].append(value)
+        self.shapes = self.shapes or shapes
+        if shapes != self.shapes:
+            refuse_other_sums(shapes, self.shapes, "in each micro-batch")
 
     def take(self):
         """{interval: {name: sum of what was added}}, float64, in the same order on all ranks.
@@ -1383,7 +1385,7 @@ class Sums:
         totals = defaultdict(dict)
         for interval in sorted({interval for interval, _ in self.columns}):
             counts = torch.stack(self.columns[interval, "count"]).cpu().double()
-            for name in self.shapes:
+            for name in sorted(self.shapes):
                 column = torch.stack(self.columns[interval, name]).cpu().double()
                 if name == "loss":
                     column = column * counts
@@ -1394,9 +1396,9 @@ class Sums:
 
 def refuse_other_sums(shapes, expected, where):
     """UserError if Task.loss() has returned sums of other names or shapes."""
-    others = dict(shapes.items() ^ expected.items())
+    others = sorted(dict(shapes.items() ^ expected.items()))
     if others:
-        names = ", ".join(sorted(others))
+        names = ", ".join(others[:3])
         raise UserError(f"Task.loss() must return the same sums {where}, also {names}")
 
 

@@ -567,9 +567,9 @@ def data(self, cfg):
 @pytest.mark.parametrize("where", ["data", "sample", "worker"])
 def test_reading_that_never_returns_ends_with_the_stacks_and_all_processes(tmp_path, where):
     options = [*QUICK, f"--num-workers={int(where == 'worker')}", "--hang-timeout=20"]
-    run = launch(tmp_path / "run", 1, *options, **small(STUCK.replace("WHERE", where)))
+    run = launch(tmp_path / "run", 2, *options, **small(STUCK.replace("WHERE", where)))
     stuck_in = "dataloader.py" if where == "worker" else "in __getitem__"
-    assert run.codes == [1] and stuck_in in run.err[0]
+    assert run.codes == [1, 1] and stuck_in in run.err[0]
     reader = Path("/proc") / (run.directory / "reader").read_text()
     wait_until(lambda: not reader.exists(), "it still reads", seconds=20)
 
