@@ -469,9 +469,11 @@ def train(task, cfg, world):
                 exchange.restart(state.step)
             if reason or state.step >= last_step:
                 break
-            factor = float(task.lr_factor(cfg, state.step, total_steps))
+            factor = task.lr_factor(cfg, state.step, total_steps)
+            if factor is None:
+                raise UserError("Task.lr_factor() must return a number, not None")
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+                group["lr"] = group["initial_lr"] * float(factor)
             arguments = (loss_of, optimizer, scaler, batches, sums, state.step, exchange)
             train_step(cfg, world, stream, *arguments)
             state.step += 1
@@ -649,8 +651,7 @@ def evaluate(task, cfg, world, model, data_set, requests=None):
         loss, values, rows_of_batch = loss_of(batch)
         if number < len(micro_batches):
             sums.add(0, loss, values, batch, len(indices))
-            if rows_of_batch:
-                rows[number] = {name: row.cpu() for name, row in rows_of_batch.items()}
+            rows[number] = {name: row.cpu() for name, row in rows_of_batch.items()}
         else:  # a second time, in the last round: it does not count
             nothing = {name: torch.zeros_like(value) for name, value in values.items()}
             sums.add(0, torch.zeros_like(loss), nothing, batch, 0)
@@ -687,16 +688,12 @@ def gather_rows(rows):
     everywhere = {}
     for rows_of_rank in gather(rows):
         everywhere |= rows_of_rank
-    columns = defaultdict(list)
-    for number in sorted(everywhere):
-        for name, row in everywhere[number].items():
-            columns[name].append(row)
+    parts = [everywhere[number] for number in sorted(everywhere)]
     try:
-        return {name: torch.cat(column) for name, column in columns.items()}
-    except RuntimeError as error:
-        raise UserError(
-            f"rows of Task.loss() must be [b, ...], all of one shape ({error})"
-        ) from None
+        return {name: torch.cat([part[name] for part in parts]) for name in set().union(*parts)}
+    except (KeyError, RuntimeError) as error:
+        text = "Task.loss() must return the same rows [b, ...] in each micro-batch of an evaluation"
+        raise UserError(f"{text} ({error})") from None
 
 
 def judge_evaluation(task, cfg, state, sums, metrics, saver):
@@ -777,6 +774,8 @@ def new_model(task, cfg):
     model = task.model(cfg)
     if not isinstance(model, nn.Module):
         raise UserError(f"Task.model() must return a torch.nn.Module, not {name_of(model)}")
+    if any(map(torch.nn.parameter.is_lazy, model.parameters())):
+        raise UserError("Task.model() must call a model with lazy modules once, on an input")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if 0 in buffer.stride():  # expanded from one number: nothing can be copied to it
@@ -861,7 +860,8 @@ def open_data(task, cfg):
     def open_all():
         seed_generators(cfg.seed)  # for data sets that are divided at random
         given = task.data(cfg)
-        if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
+        is_valid = isinstance(given, (tuple, list)) and len(given) in (2, 3)
+        if not is_valid or given[0] is None:
             raise UserError(
                 "Task.data() must return (training set, test set or None), or (training, "
                 f"validation, test set), not {name_of(given)}"
@@ -1002,7 +1002,8 @@ class SampleStream:
         order = self.task.order(self.cfg, self.train_set, epoch, generator)
         if not isinstance(order, torch.Tensor):
             order = torch.tensor(list(order))
-        if order.shape != (self.samples,) or not 0 <= order.min() <= order.max() < self.samples:
+        is_index = not order.is_floating_point() and order.shape == (self.samples,)
+        if not is_index or order.min() < 0 or order.max() >= self.samples:
             raise UserError(
                 f"Task.order() must return {self.samples} indices from 0 to {self.samples - 1}"
             )
@@ -1251,16 +1252,21 @@ class LossOf(nn.Module):
                 "Task.loss() must return the mean loss, a tensor without dimensions, and a dict of "
                 f"sums, which may be empty, not ({', '.join(map(name_of, parts))})"
             )
-        loss, sums, *rows = parts
+        loss, sums, *more = parts
+        rows = more[0] if more and more[0] is not None else {}
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise UserError("Task.loss(): the loss has no gradient, as after detach() or no_grad()")
-        if "loss" in sums:
-            raise UserError('Task.loss(): "loss" is the sum of the losses: rename the sum "loss"')
         try:
             sums = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"Task.loss(): a sum is a number or a tensor ({error})") from None
-        return loss, sums, rows[0] if rows else {}
+            rows = {name: row.detach() for name, row in rows.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            text = "sums must be numbers or tensors, and rows a dict of tensors"
+            raise UserError(f"Task.loss(): {text} ({error})") from None
+        twice = sums.keys() & {"loss", *rows}
+        if twice or sums.get("count", loss).dim():
+            text = '"loss" and rows need other names than sums, and "count" is one number'
+            raise UserError(f"Task.loss(): {text}; sums: {', '.join(map(str, sums))}")
+        return loss, sums, rows
 
 
 def name_of(value):
@@ -1385,7 +1391,7 @@ class Sums:
         totals = defaultdict(dict)
         for interval in sorted({interval for interval, _ in self.columns}):
             counts = torch.stack(self.columns[interval, "count"]).cpu().double()
-            for name in sorted(self.shapes):
+            for name in sorted(self.shapes, key=str):
                 column = torch.stack(self.columns[interval, name]).cpu().double()
                 if name == "loss":
                     column = column * counts
@@ -1396,7 +1402,7 @@ class Sums:
 
 def refuse_other_sums(shapes, expected, where):
     """UserError if Task.loss() has returned sums of other names or shapes."""
-    others = sorted(dict(shapes.items() ^ expected.items()))
+    others = sorted(map(str, dict(shapes.items() ^ expected.items())))
     if others:
         names = ", ".join(others[:3])
         raise UserError(f"Task.loss() must return the same sums {where}, also {names}")
@@ -1610,6 +1616,8 @@ def report(task, sums):
     except (ArithmeticError, ValueError) as error:
         warn_once(f"Task.report() has failed, so {task.best} is NaN ({name_of(error)}: {error})")
         values = {task.best: math.nan, "loss": sums["loss"] / sums["count"]}
+    if not isinstance(values, Mapping):
+        raise UserError(f"Task.report() must return a dict of metrics, not {name_of(values)}")
     numbers = {}
     for name, value in values.items():
         try:
@@ -2122,7 +2130,8 @@ def plain_options(task, cfg):
     """
     options = {}
     for name, value in vars(cfg).items():
-        if not all(isinstance(leaf, (str, int, float, type(None))) for leaf in tree_leaves(value)):
+        plain = {str, int, float, bool, type(None)}  # not a class derived from them
+        if not plain.issuperset(map(type, tree_leaves(value))):
             value = str(value.value if isinstance(value, enum.Enum) else value)
         options[name] = value
     try:
@@ -2203,18 +2212,10 @@ def read_config(file, task):
     if not isinstance(options, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
     parser = saved_options(build_parser(task), {})
-    actions = {action.dest: action for action in parser._actions}
-    for flag, action in parser._option_string_actions.items():
-        actions.setdefault(flag.lstrip("-").replace("-", "_"), action)
     words = []
     for name, value in options.items():
-        key = str(name).replace("-", "_")
-        action = actions.get(key)
-        if action is None:
-            hint = did_you_mean(str(name), [*actions])
-            raise UserError(f"--config {file}: there is no option {name}{hint}")
         try:
-            found = words_of(action, key, value)
+            found = words_of(parser, str(name).replace("-", "_"), value)
             parser.parse_args(found)
         except UserError as error:
             raise UserError(f"--config {file}, {name}: {error}") from None
@@ -2222,27 +2223,42 @@ def read_config(file, task):
     return words
 
 
-def words_of(action, name, value):
-    """The words that give an option this value of a YAML file, none if it is the default."""
-    default = action.default
-    if isinstance(default, tuple):
-        default = [str(part) for part in default]
-    if value in ("", "null", "~", default):
-        return []
-    flag = action.option_strings[0]
-    text = str(value).lower()
-    if isinstance(action, argparse.BooleanOptionalAction) and text == "false":
-        return [action.option_strings[-1]]  # --no-...
-    if action.nargs == 0 and text in ("true", "false"):
-        # By the name of its flag, or by its dest, whose value the flag sets to a constant.
-        is_on = text == (str(action.const).lower() if name == action.dest else "true")
-        is_on |= isinstance(action, argparse.BooleanOptionalAction)
-        return [flag] if is_on else []
+def words_of(parser, key, value):
+    """The words that give an option this value of a YAML file, none if it is the default.
+
+    key: its name, or where argparse stores its value (dest), with _ instead of -.
+    """
+    flags = {word.lstrip("-").replace("-", "_"): word for word in parser._option_string_actions}
+    for action in parser._actions:
+        if action.dest == key and action.option_strings:
+            flags.setdefault(key, action.option_strings[0])
+            if value in ("", "null", "~") or texts_of(value) == texts_of(action.default):
+                return []
+            if action.nargs == 0 and texts_of(value) == texts_of(action.const):
+                return [action.option_strings[0]]
+    if key not in flags:
+        raise UserError(f"there is no such option{did_you_mean(key, [*flags])}")
+    flag = flags[key]
+    action = parser._option_string_actions[flag]
+    if isinstance(action, argparse._CountAction) and value.isdigit():
+        return [flag] * int(value)
+    if action.nargs == 0 and texts_of(value) == "true":
+        return [flag]
+    if action.nargs == 0 and texts_of(value) == "false":
+        return [word for word in action.option_strings if word.startswith("--no-") and word != flag]
     if isinstance(action, argparse._AppendAction):  # once for each value
         return [f"{flag}={part}" for part in value]
     if isinstance(value, list):
         return [flag, *map(str, value)]
     return [f"{flag}={value}"]
+
+
+def texts_of(value):
+    """As YAML writes it."""
+    if isinstance(value, (list, tuple)):
+        return [str(part) for part in value]
+    text = str(value)
+    return text.lower() if text.lower() in ("true", "false") else text
 
 
 # --------------------------------------------------------------------------------------- MAIN

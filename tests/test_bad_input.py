@@ -50,13 +50,16 @@ def test_an_unknown_option_or_a_wrong_value_is_named(option, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("batch_sise: 3", "options.yaml: there is no option batch_sise, did you mean batch_size?"),
+        (
+            "batch_sise: 3",
+            "options.yaml, batch_sise: there is no such option, did you mean batch_size?",
+        ),
         (
             "epochs: three",
             "options.yaml, epochs: argument --epochs: invalid positive value: 'three'",
         ),
         ("epochs: [3, 4]", "options.yaml, epochs: unrecognized arguments: 4"),
-        ("training: {epochs: 3}", "options.yaml: there is no option training"),
+        ("training: {epochs: 3}", "options.yaml, training: there is no such option"),
         ("compile: maybe", "--no-compile: ignored explicit argument 'maybe'"),
         ("- epochs", "options.yaml: it needs lines like `epochs: 5`"),
         ("lr: 1\n  epochs: 3", "cannot read --config "),

@@ -177,8 +177,17 @@ REFUSED = {
     "a number": (loss_and("return loss.item(), {}"), "(float, dict)"),
     "a tuple": (loss_and("return (loss, loss), {}"), "(tuple of 2, dict)"),
     "detached": (loss_and("return loss.detach(), {}"), "the loss has no gradient"),
-    "loss twice": (loss_and("return loss, {'loss': loss}"), 'rename the sum "loss"'),
-    "sum of None": (loss_and("return loss, {'a': None}"), "a sum is a number or a tensor"),
+    "loss twice": (loss_and("return loss, {'loss': loss}"), '"loss" and rows need other names'),
+    "a row twice": (
+        loss_and("return loss, {'a': 1}, {'a': x}"),
+        '"loss" and rows need other names',
+    ),
+    "counts": (loss_and("return loss, {'count': torch.ones(2)}"), '"count" is one number'),
+    "sum of None": (loss_and("return loss, {'a': None}"), "sums must be numbers or tensors"),
+    "rows of a list": (loss_and("return loss, {}, [1]"), "rows a dict of tensors"),
+    "no metrics": ("def report(self, sums): pass", "Task.report() must return a dict"),
+    "no factor": ("def lr_factor(self, cfg, step, total_steps): pass", "must return a number"),
+    "lazy": ("def model(self, cfg): return torch.nn.LazyLinear(1)", "lazy modules"),
     "metric of None": (
         "def report(self, sums): return {'a': None}",
         "Task.report(): a is NoneType",
@@ -203,6 +212,7 @@ REFUSED = {
     "old schedule": ("def lr_factor(self, cfg, epoch): return 1", "(cfg, step, total_steps)"),
     "sampler": (method("loader_options", "", "return {'sampler': 1}\n"), "Task.order()"),
     "order": (method("order", "cfg, train_set, epoch, generator", "return [1, 2]"), "48 indices"),
+    "floats": (method("order", "c, t, e, g", "return torch.rand(48)"), "48 indices"),
     "numpy": (
         method("data", "cfg", "self.spec = {'a': np.ones(2)}\nreturn super().data(cfg)"),
         "a checkpoint cannot hold numpy",
@@ -494,6 +504,31 @@ def test_options_of_any_type_survive_config_yaml_and_a_checkpoint(tmp_path):
     flags.write_text("hidden-dim: 3\ndecay_rate: 0.5\nno_mixup: true\ntag: [x, y]\ncolor: blue\n")
     by_flags = [f"--config={flags}", *one, "--needed=n"]
     assert expected in train(tmp_path / "flags", 1, *by_flags, **small(OPTIONS)).out[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "loud"),
+    [
+        ("mode: true", True, 0),
+        ("mode: False", False, 0),
+        ("fast: true\nloud: 3", True, 3),
+        ("no_fast: True", False, 0),
+        ("no-fast: false", True, 0),
+        ("mode: null\nloud: 0", True, 0),
+    ],
+)
+def test_a_config_file_sets_switches_by_their_flags_and_by_where_they_are_stored(
+    tmp_path, text, mode, loud
+):
+    class Task(trainer.Task):
+        def add_options(self, parser):
+            parser.add_argument("--fast", dest="mode", action="store_true", default=True)
+            parser.add_argument("--no-fast", dest="mode", action="store_false")
+            parser.add_argument("--loud", action="count", default=0)
+
+    (tmp_path / "options.yaml").write_text(text)
+    cfg = trainer.parse_config([f"--config={tmp_path}/options.yaml"], Task())
+    assert (cfg.mode, cfg.loud) == (mode, loud)
 
 
 def test_a_spec_may_hold_tensors_and_nan(tmp_path):
