@@ -434,8 +434,11 @@ def train(task, cfg, world):
     del checkpoint  # a mapped file takes up space on the disk even after it is deleted
     loss_of = LossOf(task, cfg, world, model)
     if dist.is_initialized() and not cfg.reproducible:
-        loss_of = task.wrap(loss_of)
-        settle_buckets(loss_of)
+        ddp = task.wrap(loss_of)
+        if getattr(ddp, "module", None) is not loss_of:
+            raise UserError("Task.wrap(loss) must return DistributedDataParallel(loss, ...)")
+        loss_of = ddp
+        settle_buckets(ddp)
     keys = functools.partial(stream.keys, state.step)
     count = (last_step - state.step) * len(stream.micro_batches)
     batches = batches_of(task, cfg, world, train_set, keys, count)
@@ -1091,7 +1094,7 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler, count=math.inf) -> 
     }
     if sys.platform == "linux":  # a signal would end Python 3.14's forkserver
         options["multiprocessing_context"] = "fork"
-    given = task.loader_options()
+    given = task.loader_options() or {}
     refused = given.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
     if refused:
         raise UserError(
@@ -1105,7 +1108,11 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler, count=math.inf) -> 
             options.pop(name, None)
     elif len(tempfile.gettempdir()) > 70:
         raise UserError("TMPDIR is too long for the sockets of loader workers: set a shorter one")
-    return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
+    seeded = SeededDataset(dataset, cfg.seed)
+    try:
+        return DataLoader(seeded, batch_sampler=batch_sampler, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"Task.loader_options(): {error}") from None
 
 
 def stack_samples(samples):
@@ -1373,7 +1380,7 @@ class Sums:
         shapes = {}
         for name, value in values.items():
             shapes[name] = value.shape
-            self.columns[interval, name].append(value)
+            self.columns[interval, name].append((value, value._version))
         self.shapes = self.shapes or shapes
         if shapes != self.shapes:
             refuse_other_sums(shapes, self.shapes, "in each micro-batch")
@@ -1390,14 +1397,23 @@ class Sums:
             self.are_compared = True
         totals = defaultdict(dict)
         for interval in sorted({interval for interval, _ in self.columns}):
-            counts = torch.stack(self.columns[interval, "count"]).cpu().double()
+            counts = self.column(interval, "count")
             for name in sorted(self.shapes, key=str):
-                column = torch.stack(self.columns[interval, name]).cpu().double()
+                column = self.column(interval, name)
                 if name == "loss":
                     column = column * counts
                 totals[interval][name] = column.sum(0)
         self.columns.clear()
         return totals
+
+    def column(self, interval, name):
+        """float64 [micro-batches, ...]"""
+        values = []
+        for value, version in self.columns[interval, name]:
+            if value._version != version:
+                raise UserError(f"Task.loss() must not change the sum {name} later: return a copy")
+            values.append(value)
+        return torch.stack(values).cpu().double()
 
 
 def refuse_other_sums(shapes, expected, where):

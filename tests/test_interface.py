@@ -173,7 +173,7 @@ REFUSED = {
     "a loader": (method("data", "cfg", LOADED), "Task.loader_options()"),
     "no index": (method("data", "cfg", "return iter([1]), None"), "has no index"),
     "no sums": (loss_and("return loss"), "Task.loss() must return the mean loss"),
-    "unreduced": (loss_and("return (model(x) - y).square(), {}"), "(Tensor [8, 1], dict)"),
+    "unreduced": (loss_and("return (model(x) - y).square(), {}"), "(Tensor [4, 1], dict)"),
     "a number": (loss_and("return loss.item(), {}"), "(float, dict)"),
     "a tuple": (loss_and("return (loss, loss), {}"), "(tuple of 2, dict)"),
     "detached": (loss_and("return loss.detach(), {}"), "the loss has no gradient"),
@@ -185,6 +185,14 @@ REFUSED = {
     "counts": (loss_and("return loss, {'count': torch.ones(2)}"), '"count" is one number'),
     "sum of None": (loss_and("return loss, {'a': None}"), "sums must be numbers or tensors"),
     "rows of a list": (loss_and("return loss, {}, [1]"), "rows a dict of tensors"),
+    "a sum in place": (
+        loss_and(
+            "self.h = getattr(self, 'h', torch.zeros(3))\nself.h += 1\nreturn loss, {'h': self.h}"
+        ),
+        "must not change the sum h later",
+    ),
+    "not DDP": ("def wrap(self, loss): return loss", "Task.wrap(loss) must return"),
+    "a typo": (method("loader_options", "", "return {'colate_fn': 1}\n"), "'colate_fn'"),
     "no metrics": ("def report(self, sums): pass", "Task.report() must return a dict"),
     "no factor": ("def lr_factor(self, cfg, step, total_steps): pass", "must return a number"),
     "lazy": ("def model(self, cfg): return torch.nn.LazyLinear(1)", "lazy modules"),
@@ -237,7 +245,9 @@ def test_the_first_mistakes_of_a_task_are_one_sentence_before_anything_is_saved(
 ):
     if "loader_options" in code:
         code += IN_FILES
-    message = refuse(tmp_path / "run", *EPOCHS, "--num-workers=0", **small(code))
+    ranks = 2 if "wrap" in code else 1
+    options = [*EPOCHS, "--batch-size=4", "--num-workers=0"]
+    message = refuse(tmp_path / "run", *options, ranks=ranks, **small(code))
     assert expected in message
     assert not [*tmp_path.glob("run/checkpoint*")]
 
