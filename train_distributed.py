@@ -269,9 +269,12 @@ def read_mnist(root: Path, part: str) -> InMemoryDataset:
 
 
 # ------------------------------------------------------------------------------------ OPTIONS
-# How a run is started, and how long it is: what may change without --checkpoint-dir, too.
-FREE_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "nodes", "gpus_per_node"}
-FREE_OPTIONS |= {"epochs", "total_steps", "stop_at_step", "num_workers", "data_dir"}
+# What may change in a run at any time:
+FREE_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "epochs", "total_steps"}
+FREE_OPTIONS |= {"stop_at_step", "data_dir", "num_workers", "log_every_steps", "tensorboard"}
+FREE_OPTIONS |= {"wandb", "keep", "checkpoint_every_steps", "save_minutes", "nodes", "patience"}
+FREE_OPTIONS |= {"gpus_per_node", "distributed_backend", "hang_timeout", "eval_every_steps"}
+FREE_OPTIONS |= {"eval_every_epochs"}
 # What never changes in a run:
 FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "optimizer", "dataset"}
 FIXED_OPTIONS |= {"task", "spec", "samples"}  # see Saver.identity
@@ -715,7 +718,7 @@ def judge_evaluation(task, cfg, state, sums, metrics, saver):
         if score > state.best_score:  # never if it is NaN
             state.evaluations_since_best = 0
             try:
-                saver.save_best(state.step)
+                saver.save_best()
                 state.best_score = score
             except OSError as error:  # the save before the evaluation has failed
                 warn(f"cannot keep the best checkpoint: {error}")
@@ -1814,6 +1817,7 @@ class Saver:
         self.run_id = os.urandom(8).hex()
         self.start_step = 0
         self.saved_step = 0
+        self.newest = None  # checkpoint of this run, even if its save has failed
         self.has_failed = False  # the last save has
 
     def restore(self, path, checkpoint, state, model, optimizer, scaler):
@@ -1832,6 +1836,7 @@ class Saver:
         if checkpoint["scaler"]:  # of fp16
             scaler.load_state_dict(checkpoint["scaler"])
         vars(state).update(copy.deepcopy(checkpoint["state"]))
+        self.newest = path
         self.start_step = state.step
         if path.parent == self.directory:
             self.run_id = checkpoint["run_id"]
@@ -1860,7 +1865,10 @@ class Saver:
         """
         if not is_rank_0():
             return
-        path = self.path_of(state.step)
+        name = f"checkpoint_step_{state.step}.pt"
+        if self.stream.ends_epoch(state.step):
+            name = f"checkpoint_epoch_{self.stream.epochs_done(state.step)}.pt"
+        self.newest = path = self.directory / name
         if not all(p.isfinite().all() for p in model.parameters()):
             raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
         content = self.content(state, model, optimizer, scaler)
@@ -1881,12 +1889,6 @@ class Saver:
             warn(f"{error}")
         self.last_save = time.monotonic()
         (self.directory / "SAVE").unlink(missing_ok=True)
-
-    def path_of(self, step):
-        name = f"checkpoint_step_{step}.pt"
-        if self.stream.ends_epoch(step):
-            name = f"checkpoint_epoch_{self.stream.epochs_done(step)}.pt"
-        return self.directory / name
 
     def content(self, state, model, optimizer, scaler):
         return {
@@ -1911,14 +1913,14 @@ class Saver:
         write_file(trial, functools.partial(write_checkpoint, content))
         trial.unlink()
 
-    def save_best(self, step):
-        """Keep the checkpoint of this step as best.pt, beside the others. For rank 0."""
+    def save_best(self):
+        """Keep the newest checkpoint as best.pt, beside the others. For rank 0."""
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
             try:
-                os.link(self.path_of(step), temporary)
+                os.link(self.newest, temporary)
             except OSError:  # a file system without hard links
-                shutil.copyfile(self.path_of(step), temporary)
+                shutil.copyfile(self.newest, temporary)
             temporary.replace(self.directory / "best.pt")
         finally:
             temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
@@ -2025,7 +2027,7 @@ def load_checkpoint(path, is_verified=True):
 
 
 def verify(checkpoint):
-    digests = checkpoint.get("digests")  # none in a file of weights of others
+    digests = checkpoint["digests"]  # empty in a file of weights that was converted
     if digests and digests != digests_in(checkpoint):
         raise ValueError("a tensor is not as it was saved")
 
@@ -2053,7 +2055,8 @@ def load_initial_weights(cfg, model):
     """--init: the weights of a checkpoint, or a state dict of others; says which do not fit."""
     try:
         weights = torch.load(cfg.init, map_location="cpu", weights_only=True)
-        verify(weights)
+        if "digests" in weights:
+            verify(weights)
     except Exception as error:
         text = f"cannot read --init {cfg.init}, a file of torch.save()"
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
@@ -2075,7 +2078,7 @@ def load_initial_weights(cfg, model):
     model.load_state_dict(fitting, strict=False)
     others = ", ".join(sorted(own.keys() - fitting.keys()))
     taken = f"{len(fitting)} taken, {len(weights) - len(fitting)} left"
-    log_on_rank_0(f"Weights of {cfg.init}: {taken}; not in it: {others or 'none'}")
+    log_on_rank_0(f"Weights of {cfg.init}: {taken}; new in the model: {others or 'none'}")
 
 
 def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.Module:

@@ -80,9 +80,12 @@ best = "score"
 best_is_lowest = False
 calls = 0
 
+def loss(self, model, batch):
+    return super().loss(model, batch)[0], {"tested": not model.training}
+
 def report(self, sums):
     values = super().report(sums)
-    if sums["count"] == 16:  # the test set
+    if sums["tested"]:
         self.calls += 1
         values["score"] = [5, 4, 6, 3, 2, 1, 0][self.calls - 1]
     return values

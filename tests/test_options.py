@@ -297,7 +297,8 @@ def test_init_takes_the_weights_that_fit_and_names_the_others(tmp_path, tiny, pl
     file = plain.directory / "checkpoint_epoch_1.pt"
     still = [*tiny, "--lr=0", "--stop-at-step=2", f"--init={file}"]
     run = train(tmp_path / "run", 2, *still, before=ANOTHER_HEAD)
-    not_taken = "6 taken; not: network.fc2._extra_state, network.fc2.bias, network.fc2.weight\n"
+    not_taken = "6 taken, 2 left; new in the model: network.fc2._extra_state, network.fc2.bias, "
+    not_taken += "network.fc2.weight\n"
     assert f"Weights of {file}: {not_taken}" in run.out[0]
     ours, theirs = run.newest(), plain.newest()
     assert ours["state"]["step"] == 2, "a run of its own"
@@ -306,4 +307,4 @@ def test_init_takes_the_weights_that_fit_and_names_the_others(tmp_path, tiny, pl
     assert "at step 2, to step 3\n" in again.out[0]
     third = f"--init={run.directory}/checkpoint_step_3.pt"
     other = train(tmp_path / "other", 1, *still[:-1], third, before=ANOTHER_HEAD)
-    assert "8 taken; not: network.fc2._extra_state\n" in other.out[0]
+    assert "8 taken, 1 left; new in the model: network.fc2._extra_state\n" in other.out[0]
