@@ -26,7 +26,6 @@ from examples import (
     image_folder,
     imagenet,
     own_model,
-    own_script,
     regression,
     segmentation,
     simclr,
@@ -35,7 +34,6 @@ from examples import (
 from train_distributed import UserError, World, parse_config
 
 NAMES = sorted(path.stem for path in (REPO / "examples").glob("[a-z]*.py"))
-NAMES.remove("own_script")  # not a Task
 TRAIN, TEST = 203, 103  # samples: no multiple of any batch or number of ranks here
 
 # All examples with digits use these few.
@@ -421,42 +419,3 @@ def test_sync_batchnorm_replaces_each_batch_norm_and_needs_gpus(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(UserError, match="SyncBatchNorm needs a GPU for each rank"):
         task.model(cfg)
-
-
-def test_own_script_uses_the_same_samples_in_each_step_on_any_number_of_ranks(monkeypatch):
-    data = torch.utils.data.TensorDataset(torch.arange(1000))
-
-    def steps(ranks: int) -> list[set[int]]:
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: ranks)
-        batches = []
-        for rank in range(ranks):
-            monkeypatch.setattr(torch.distributed, "get_rank", lambda *_, rank=rank: rank)
-            batches.append(own_script.remaining_batches(own_script.get_loader(data, 96), 13, 2))
-        found = []
-        for parts in zip(*batches, strict=True):
-            assert len({step for step, _ in parts}) == 1
-            found.append({int(sample) for _, (samples,) in parts for sample in samples})
-        return found
-
-    assert [len(samples) for samples in steps(1)] == [96] * 7  # of 2 epochs of 10 steps
-    assert steps(1) == steps(2) == steps(3) == steps(4)
-
-
-@pytest.mark.parametrize(
-    ("present", "variable", "signals", "expected"),
-    [
-        ("", "", [], False),
-        ("STOP", None, [], True),
-        ("file", "file", [], True),
-        ("", "", [15], True),
-    ],
-)
-def test_own_script_stops_by_a_file_or_a_signal(
-    monkeypatch, tmp_path, present, variable, signals, expected
-):
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
-    monkeypatch.setattr(own_script, "SIGNALS", signals)
-    monkeypatch.setenv("STOP_FILE", str(tmp_path / variable) if variable else "")
-    if present:
-        (tmp_path / present).touch()
-    assert own_script.stop_requested(tmp_path, torch.device("cpu")) == expected
