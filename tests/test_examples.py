@@ -23,6 +23,7 @@ import train_distributed as trainer
 from examples import (
     augmentation,
     huggingface,
+    huggingface_text,
     image_folder,
     imagenet,
     own_model,
@@ -75,6 +76,7 @@ def data(tmp_path_factory) -> Path:
     tar_shards.write_shard(root / "shards/test-0.tar", *digits("test"))
     image_folder.write_sample(root / "images", 28, 24)
     regression.write_sample(root / "rents/table.csv", TRAIN * 5 // 4 + 1)
+    huggingface_text.write_sample(root / "reviews", 100, 30)
     return root
 
 
@@ -87,6 +89,8 @@ OPTIONS = {
     "ema": [*DIGIT_BATCH, "--ema-decay=0.3"],
     "fine_tuning": [*IMAGES, "--lr=0.001"],
     "huggingface": [*DIGIT_BATCH, "--data-dir={data}/parquet"],
+    "huggingface_text": ["--data-dir={data}/reviews", "--batch-size=10", "--global-batch-size=20",
+                         "--num-workers=0", "--optimizer=adamw", "--lr=0.003"],
     "image_folder": [*IMAGES, "--lr=0.01"],
     "imagenet": IMAGES,
     "language_model": [*TEXTS, "--optimizer=adamw", "--lr=0.003"],
@@ -119,6 +123,8 @@ def trained(tmp_path_factory, data):
         if name == "huggingface" and not (data / "parquet").exists():
             datasets = pytest.importorskip("datasets")
             huggingface.write_sample(datasets, data / "parquet", TRAIN, TEST)
+        if name == "huggingface_text":
+            pytest.importorskip("transformers")
         if name == "muon" and not hasattr(torch.optim, "Muon"):
             pytest.skip("PyTorch < 2.9")
         if name not in results:
@@ -202,6 +208,7 @@ def test_an_example_resumes_bit_for_bit_on_two_ranks(name, data, trained, tmp_pa
         ("fine_tuning", ["--milestones=2;3"], "2;3 is not a list of epochs like 2,3"),
         ("language_model", ["--data-dir=absent"], "has only 0 bytes"),
         ("regression", ["--data-dir=absent"], "cannot read absent/table.csv"),
+        ("huggingface_text", ["--data-dir=absent"], "cannot read texts and labels in absent/tr"),
         ("tar_shards", ["--data-dir=absent"], "a data set has no samples: is --data-dir right?"),
         ("simclr", ["--reproducible"], "the loss depends on the number of ranks"),
         ("sync_batchnorm", ["--reproducible"], "and no --reproducible"),
@@ -315,6 +322,49 @@ def test_weight_decay_spares_norms_and_biases(trained):
     matrices, vectors = task.optimizer(cfg, task.model(cfg)).param_groups
     assert {p.ndim for p in matrices["params"]} == {2}
     assert {p.ndim for p in vectors["params"]} == {1}
+
+
+def test_huggingface_text_pads_each_batch_and_ignores_the_padding(trained, data, tmp_path):
+    result = trained("huggingface_text")
+    model = load("huggingface_text", result)
+    task = task_of("huggingface_text")
+    train, texts = task.data(parse_config([f"--data-dir={data}/reviews"], task))
+    longest = max(train, key=lambda row: len(row[0]))
+    assert task.encode([("bad", "bad")])["input_ids"].shape == (1, 64)  # a few lengths only
+    assert task.encode([("bad", "bad"), longest])["input_ids"].shape == (2, 128)
+    losses, correct = [], 0
+    for text, label in texts:  # each alone, without padding: bytes from 3 on, and an end
+        tokens = torch.tensor([[byte + 3 for byte in text.encode()] + [1]])
+        logits = model(input_ids=tokens).logits
+        labels = torch.tensor([("bad", "good").index(label)])
+        losses.append(F.cross_entropy(logits, labels).item())
+        correct += int(logits.argmax() == labels)
+    metrics = final_metrics(result)
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-3)
+    assert metrics["accuracy"] == pytest.approx(correct / len(texts))
+
+    model.save_pretrained(tmp_path / "own")  # and with three classes
+    task.tokenizer.save_pretrained(tmp_path / "own")
+    rows = [f'{{"text": "a film", "label": {number % 3}}}' for number in range(6)]
+    for part in ("train", "test"):
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(rows))
+    cfg = parse_config([f"--data-dir={tmp_path}", f"--pretrained={tmp_path}/own"], task)
+    task.data(cfg)
+    assert task.encode([("bad", "2")])["input_ids"][0, :4].tolist() == [101, 100, 103, 1]
+    tuned = task.model(cfg)
+    for name, weight in model.bert.state_dict().items():
+        assert torch.equal(tuned.bert.state_dict()[name], weight), name
+    assert tuned.num_labels == 3 and tuned.dtype == torch.float32
+    loss, sums = task.loss(tuned, task.encode([("a film", "2")] * 2))
+    assert loss.isfinite() and sums["correct"] in (0, 2)
+
+
+def test_huggingface_text_names_the_package_that_is_missing(monkeypatch, data):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    task = task_of("huggingface_text")
+    cfg = parse_config([f"--data-dir={data}/reviews"], task)
+    with pytest.raises(UserError, match="pip install transformers"):
+        task.data(cfg)
 
 
 def test_muon_orthogonalizes_the_updates_of_hidden_matrices(trained):
