@@ -78,6 +78,7 @@ class TextClassifier(Task):
             self.tokenizer = transformers.ByT5Tokenizer()  # bytes: it needs no vocabulary
             config = transformers.BertConfig(vocab_size=len(self.tokenizer), **SMALL)
         config.num_labels = len(classes)
+        config.problem_type = "single_label_classification"  # else set, and compiled, in a step
         self.spec = {"classes": classes, "config": config.to_diff_dict()}
         del self.spec["config"]["transformers_version"]  # a newer one may resume the run
         return train, test
