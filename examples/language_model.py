@@ -91,8 +91,9 @@ class LanguageModel(Task):
                 group["betas"] = (0.9, cfg.beta2)
         return optimizer
 
-    def lr_factor(self, cfg, *progress):
-        return cfg.min_lr_factor + (1 - cfg.min_lr_factor) * super().lr_factor(cfg, *progress)
+    def lr_factor(self, cfg, step, total_steps):
+        factor = super().lr_factor(cfg, step, total_steps)
+        return cfg.min_lr_factor + (1 - cfg.min_lr_factor) * factor
 
     def loss(self, model, batch):
         (windows,) = batch
