@@ -14,6 +14,7 @@ import re
 import sys
 import time
 import weakref
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,8 +30,7 @@ MODULES = 3  # DDP modules are compared, at most
 CHUNK = 1 << 20  # elements that are converted at once
 ROUNDING = 2e-6  # of float32, between processors of different kinds, see digest()
 SAME_BATCH = 50  # digests of its gradients differ by less; those of others, by about 1 / ROUNDING
-OTHER_LIBRARIES = {"horovod", "mpi4py", "jax", "ray"}  # may connect the ranks, too
-RANK_NAMES = re.compile(r"\b(RANK|\w+_RANK|WORLD_SIZE|SLURM_\w+)\b")
+RANK_NAMES = re.compile(r"\b(RANK|\w+_RANK|WORLD_SIZE|SLURM_\w+|horovod|mpi4py|jax|ray)\b")
 
 
 def start(watch: HangWatch) -> None:
@@ -50,11 +50,9 @@ class TrainingCheck:
         self.steps = weakref.WeakKeyDictionary()  # {optimizer: calls of its step()}
         self.has_own_part = False  # of the data, by a DistributedSampler
         self.sets_epoch = False
-        self.saves: set[str] = set()
-        sampler = torch.utils.data.DistributedSampler
+        self.saves = set()  # keys
         after(torch.nn.parallel.DistributedDataParallel, "__init__", self.on_module)
-        after(sampler, "__iter__", self.indices)
-        after(sampler, "set_epoch", self.on_epoch)
+        after(torch.utils.data.DistributedSampler, "__iter__", self.on_sampler)
         after(torch, "save", self.on_save)
         register_optimizer_step_pre_hook(hook(self.on_step))
 
@@ -65,32 +63,34 @@ class TrainingCheck:
         if len(self.replicas) < MODULES and not module.parameters_to_ignore:
             self.replicas.append(Replica(module))
 
-    def on_epoch(self, *_) -> None:
-        self.sets_epoch = True
-
     def on_save(self, _, obj, f, *__, **___) -> None:
         path = os.path.realpath(f)  # TypeError: an open file
         key = f"save {HOST} {path} {self.watch.steps}"
         if os.path.isfile(path) and key not in self.saves:
             self.saves.add(key)
-            self.call(self.count_save, key, path)
+            text = f"several ranks on {HOST} save {path}: let rank 0 save, or give each rank a file"
+            self.call(self.say, "save", f"{text} of its own", key)
 
-    def indices(self, indices, sampler):
-        """Yield those of a DistributedSampler. If optimizers step meanwhile, it is for training."""
-        epoch = sampler.epoch
+    def on_sampler(self, indices, sampler):
+        """A DistributedSampler begins. Returns its indices."""
+        self.sets_epoch |= sampler.epoch > 0
+        if [sampler.num_replicas, sampler.rank] != [self.watch.size, self.watch.rank]:
+            return indices
+        self.has_own_part = True
+        passes = vars(sampler).setdefault("training_passes", [])
+        return self.indices(indices, passes) if sampler.shuffle else indices
+
+    def indices(self, indices, passes: list):
+        """Yield them. passes: complete ones during which optimizers stepped: in training."""
         steps = self.watch.steps
-        is_own = [sampler.num_replicas, sampler.rank] == [self.watch.size, self.watch.rank]
-        is_own = is_own and torch.is_grad_enabled()
-        self.has_own_part |= is_own
-        is_again = is_own and sampler.shuffle and getattr(sampler, "epoch_done", None) == epoch
         for index in indices:
             yield index
-            if is_again and self.watch.steps > steps and not self.sets_epoch:
-                is_again = False
-                text = f"DistributedSampler repeats the order of epoch {epoch}: call its "
-                self.call(self.say, "epoch", f"{text}set_epoch(epoch) before each epoch")
+            if passes and self.watch.steps > steps and not self.sets_epoch:
+                passes.clear()
+                text = "DistributedSampler repeats the order of epoch 0: call its set_epoch(epoch)"
+                self.call(self.say, "epoch", text)
         if self.watch.steps > steps:
-            sampler.epoch_done = epoch
+            passes.append(steps)
 
     def on_step(self, optimizer, *_) -> None:
         """Any optimizer's step() begins."""
@@ -98,24 +98,22 @@ class TrainingCheck:
         self.steps[optimizer] = done + 1
         if done not in (0, STEPS, ALONE_STEPS):
             return
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        trained = {id(each): each for group in optimizer.param_groups for each in group["params"]}
         size = distributed.get_world_size() if distributed.is_initialized() else 0
         if size < self.watch.size:
             if done == (STEPS if size else ALONE_STEPS):
-                note = {"size": size, "settings": [sys.argv, repr(optimizer)]}
-                note["values"] = to_list([digest(each) for each in parameters])
-                self.call(self.compare, "alone", range(self.watch.size), note, judge_alone)
+                key = f"{sys.argv} {optimizer}"  # differs between the ranks of a sweep
+                self.call(self.compare, key, range(self.watch.size), size, judge_alone)
             return
         for number, replica in enumerate(self.replicas):
-            own = replica.parameters_in(parameters)
+            own = replica.parameters_in(trained)
             if own and not replica.names:
                 replica.begin(own)
-            elif list(own) == replica.names and done == STEPS == len(replica.gradients):
+            elif list(own) == replica.names and done == STEPS:
                 note = replica.end(own)
                 note["checks_batch"] = number == 0 and not self.has_own_part
-                group = replica.module().process_group
-                ranks = distributed.get_process_group_ranks(group)
-                key = f"{group.group_name} {number}"
+                ranks = distributed.get_process_group_ranks(replica.module().process_group)
+                key = f"{ranks} {number} {replica.names}"
                 self.call(self.compare, key, ranks, note, judge_replica)
 
     def call(self, function, *arguments) -> None:
@@ -129,34 +127,31 @@ class TrainingCheck:
                 self.make_calls()
             for _ in range(15):  # other ranks may end a bit later
                 self.make_calls()
-                time.sleep(0.1 * bool(self.calls.qsize()))
+                if not self.calls.empty():
+                    time.sleep(0.1)
 
     def make_calls(self) -> None:
         for _ in range(self.calls.qsize()):
             self.calls.get()()
 
-    def compare(self, key: str, ranks, note: dict, judge) -> None:
-        """With those that the other ranks store with the same key."""
-        self.watch.store.set(f"training {key} {self.watch.rank}", json.dumps(note))
-        if self.watch.rank == ranks[0]:
-            self.judge([f"training {key} {rank}" for rank in ranks], ranks, judge)
-
-    def judge(self, keys: list[str], ranks, judge) -> None:
-        if not self.watch.store.check(keys):
-            self.call(self.judge, keys, ranks, judge)
+    def compare(self, key: str, ranks, note, judge) -> None:
+        """With the notes that the other ranks store with the same key."""
+        keys = [f"training {zlib.crc32(key.encode())} {rank}" for rank in ranks]
+        store = self.watch.store
+        store.set(keys[ranks.index(self.watch.rank)], json.dumps(note))
+        if self.watch.rank > ranks[0]:
             return
-        notes = [json.loads(text) for text in self.watch.store.multi_get(keys)]
+        if not store.check(keys):
+            self.call(self.compare, key, ranks, note, judge)  # later
+            return
+        notes = [json.loads(text) for text in store.multi_get(keys)]
         for kind, text in judge(ranks, notes):
             self.say(kind, text)
 
-    def count_save(self, key: str, path: str) -> None:
-        if self.watch.store.add(key, 1) == 2:
-            text = f"several ranks on {HOST} save {path}: let rank 0 save, or give each rank a "
-            self.say("save", f"{text}file of its own")
-
-    def say(self, kind: str, text: str) -> None:
-        """Once per run."""
-        if self.watch.store.add(f"training {kind}", 1) == 1:
+    def say(self, kind: str, text: str, save="") -> None:
+        """Once per run; if it is about a save, not before two ranks have done it."""
+        add = self.watch.store.add
+        if (not save or add(save, 1) == 2) and add(f"training {kind}", 1) == 1:
             say(f"guard.py: WARNING: {text}")
             write_event("training", text, kind=kind)
 
@@ -166,20 +161,19 @@ class Replica:
 
     def __init__(self, module):
         self.module = weakref.ref(module)
-        self.names: list[str] = []  # of the parameters of the first optimizer that steps
+        self.names = []  # of the parameters of the first optimizer that steps
         self.exchanges = 0  # backward passes that average gradients
-        self.gradients: list = []  # of the largest parameter before that, see digest()
+        self.gradients = []  # of the largest parameter before that, see digest()
 
-    def parameters_in(self, parameters: list) -> dict:
+    def parameters_in(self, trained: dict) -> dict:
         """{name: parameter}"""
-        wanted = set(map(id, parameters))
         pairs = self.module().module.named_parameters()
-        return {name: each for name, each in pairs if each.requires_grad and id(each) in wanted}
+        return {name: each for name, each in pairs if each.requires_grad and id(each) in trained}
 
     def begin(self, own: dict) -> None:
         """Before the first step."""
         self.names = list(own)
-        self.starts = [digest(each) for each in own.values()]
+        self.starts = digests(own.values())
         largest = max(own.values(), key=torch.numel)
         self.handle = largest.register_hook(hook(self.on_gradient))
 
@@ -193,84 +187,78 @@ class Replica:
     def end(self, own: dict) -> dict:
         """After the last step."""
         self.handle.remove()
-        averaged = [digest(each if each.grad is None else each.grad) for each in own.values()]
-        values = [digest(each) for each in own.values()]
-        note = {"names": self.names, "exchanges": self.exchanges}
-        note["gradients"] = to_list(self.gradients)
-        note["values"] = to_list(self.starts + averaged + values)
+        gradients = torch.stack(self.gradients)  # RuntimeError: this is another optimizer
         self.gradients = []
-        return note
+        averaged = [each if each.grad is None else each.grad for each in own.values()]
+        numbers = torch.stack([self.starts, digests(averaged), digests(own.values())])
+        note = {"exchanges": self.exchanges, "parameters": numbers.T.tolist()}
+        return note | {"gradients": gradients.tolist(), "names": self.names}
 
 
 # ------------------------------------------------------------------------------------ judgements
 
 
-def judge_replica(ranks: list[int], notes: list[dict]):
+def judge_replica(ranks, notes):
     """Yield (kind, sentence) for what is wrong."""
+    unequal = {}
     names = notes[0]["names"]
-    if any(note["names"] != names for note in notes):
-        return
-    size = len(names)
-    different, who = find_different(ranks, notes)
-    changed = {index - 2 * size for index in different}
-    unequal = [index for index in changed if different & {index, index + size}]
+    for name, *numbers in zip(names, *(note["parameters"] for note in notes)):
+        have_begun, have_averaged, have_ended = map(differ, zip(*numbers))
+        if have_ended and (have_begun or have_averaged):
+            unequal[name] = have_begun
     if unequal and all(note["exchanges"] >= STEPS for note in notes):
-        first = min(unequal)
-        text = f"{len(unequal)} of {size} parameters of the DDP module ({names[first]} ...) differ "
-        text += f"between {who} after step {STEPS}: "
-        if first in different:
-            text += "they did before step 1, too; load weights on all ranks, before DDP wraps them"
-        else:
-            text += "their gradients were not averaged; call the DDP module, not its .module, and "
-            text += "end no_sync() before a step's last forward pass"
-        yield "parameters", text
+        name = next(iter(unequal))
+        cause = (
+            "their gradients were not averaged; call the DDP module, not its .module, and end "
+            "no_sync() before a step's last forward pass"
+        )
+        if unequal[name]:
+            cause = (
+                "they did before step 1, too; load them on all ranks, before DDP wraps the model"
+            )
+        yield (
+            "parameters",
+            f"{len(unequal)} of {len(names)} parameters of the DDP module ({name} ...) differ "
+            f"between ranks {format_ranges(ranks)} after step {STEPS}: {cause}",
+        )
     gradients = notes[0]["gradients"]
     pairs = zip(ranks, notes)
     same = [rank for rank, note in pairs if math.dist(gradients, note["gradients"]) < SAME_BATCH]
     if len(same) > 1 and any(note["checks_batch"] for note in notes):
-        text = f"ranks {format_ranges(same)} train on the same batches; use DistributedSampler, "
-        yield "batch", f"{text}or give each rank its own part of the data"
-
-
-def judge_alone(ranks: list[int], notes: list[dict]):
-    """The same, of ranks that are not in one process group."""
-    is_sweep = any(note["settings"] != notes[0]["settings"] for note in notes)
-    if is_sweep or OTHER_LIBRARIES & sys.modules.keys():
-        return
-    size = notes[0]["size"]
-    different, _ = find_different(ranks, notes)
-    if size:
-        text = f"the process group has {size} of {len(ranks)} ranks: groups of ranks train separate"
-        yield "groups", f"{text} models; let init_process_group() read RANK and WORLD_SIZE"
-    elif not different or not names_ranks():
-        text = (
-            f"WORLD_SIZE is {len(ranks)}, but after step {ALONE_STEPS} there is no process group: "
+        yield (
+            "batch",
+            f"ranks {format_ranges(same)} train on the same batches; use DistributedSampler, or "
+            "give each rank its own part of the data",
         )
-        text += f"{len(ranks)} separate trainings; call init_process_group() and use "
-        yield "alone", f"{text}DistributedDataParallel, or start one rank"
 
 
-def find_different(ranks: list[int], notes: list[dict]) -> tuple[set[int], str]:
-    """(indices of the values that are not the same on all ranks, which ranks)"""
-    others = []
-    different = set()
-    for rank, note in zip(ranks, notes):
-        pairs = zip(notes[0]["values"], note["values"])
-        found = {index for index, (a, b) in enumerate(pairs) if abs(a - b) > 1}
-        different |= found
-        if found:
-            others.append(rank)
-    return different, f"ranks {ranks[0]} and {format_ranges(others)}"
+def judge_alone(ranks, sizes):
+    """The same, of ranks that are not in one process group, but in groups of these sizes, or 0."""
+    size = sizes[0]
+    if size:
+        yield (
+            "groups",
+            f"the process group has {size} ranks, but WORLD_SIZE is {len(ranks)}: groups of ranks "
+            "train separate models; let init_process_group() read RANK and WORLD_SIZE",
+        )
+    elif not names_ranks():
+        yield (
+            "alone",
+            f"WORLD_SIZE is {len(ranks)}, but there is no process group after {ALONE_STEPS} steps: "
+            f"{len(ranks)} separate trainings; call init_process_group() and use "
+            "DistributedDataParallel, or start one rank",
+        )
+
+
+def differ(numbers) -> bool:
+    return max(numbers) - min(numbers) > 1
 
 
 def names_ranks() -> bool:
-    """Whether the script or a file beside it does: its ranks may be independent on purpose."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        is_own = file.startswith(sys.path[0]) and "site-packages" not in file
-        if is_own and RANK_NAMES.search(Path(file).read_text(errors="replace")):
-            return True
-    return False
+    """Whether the script, or a file beside it, does: its ranks may be independent on purpose."""
+    files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
+    own = [file for file in files if file.startswith(sys.path[0]) and "site-packages" not in file]
+    return any(RANK_NAMES.search(Path(file).read_text("latin-1")) for file in own)
 
 
 # ----------------------------------------------------------------------------------------- tools
@@ -318,6 +306,5 @@ def digest(tensor):
     return number / max(ROUNDING, torch.finfo(tensor.dtype).eps / 8)
 
 
-def to_list(numbers: list) -> list[float]:
-    """With one wait for the GPU."""
-    return torch.stack(numbers).tolist()
+def digests(tensors):
+    return torch.stack([digest(tensor) for tensor in tensors])
