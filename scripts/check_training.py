@@ -161,7 +161,7 @@ class Replica:
 
     def __init__(self, module):
         self.module = weakref.ref(module)
-        self.names = []  # of the parameters of the first optimizer that steps
+        self.names = None  # of the parameters of the first optimizer that steps
         self.exchanges = 0  # backward passes that average gradients
         self.gradients = []  # of the largest parameter before that, see digest()
 
