@@ -12,7 +12,6 @@ import os
 import queue
 import re
 import sys
-import time
 import weakref
 import zlib
 from contextlib import suppress
@@ -30,7 +29,8 @@ MODULES = 3  # DDP modules are compared, at most
 CHUNK = 1 << 20  # elements that are converted at once
 ROUNDING = 2e-6  # of float32, between processors of different kinds, see digest()
 SAME_BATCH = 50  # digests of its gradients differ by less; those of others, by about 1 / ROUNDING
-RANK_NAMES = re.compile(r"\b(RANK|\w+_RANK|WORLD_SIZE|SLURM_\w+|horovod|mpi4py|jax|ray)\b")
+OTHER_LIBRARIES = {"horovod", "mpi4py", "jax", "ray"}  # may connect the ranks, too
+RANK_NAMES = re.compile(r"\b(RANK|\w+_RANK|WORLD_SIZE|SLURM_\w+)\b")
 
 
 def start(watch: HangWatch) -> None:
@@ -39,8 +39,8 @@ def start(watch: HangWatch) -> None:
 
 
 class TrainingCheck:
-    """Hooks in the script's threads take numbers of the first steps; a thread stores them. The
-    lowest rank of a process group compares them as soon as all its ranks have stored theirs.
+    """Hooks in the script's threads take numbers of the first steps; a thread stores them. The rank
+    of a process group that is the last to do so compares those of all its ranks.
     """
 
     def __init__(self, watch: HangWatch):
@@ -103,7 +103,8 @@ class TrainingCheck:
         if size < self.watch.size:
             if done == (STEPS if size else ALONE_STEPS):
                 key = f"{sys.argv} {optimizer}"  # differs between the ranks of a sweep
-                self.call(self.compare, key, range(self.watch.size), size, judge_alone)
+                note = [size, *digests(trained.values()).tolist()]
+                self.call(self.compare, key, range(self.watch.size), note, judge_alone)
             return
         for number, replica in enumerate(self.replicas):
             own = replica.parameters_in(trained)
@@ -123,30 +124,21 @@ class TrainingCheck:
 
     def run(self) -> None:
         with suppress(Exception):  # the store has ended
-            while not self.watch.over.wait(1):
-                self.make_calls()
-            for _ in range(15):  # other ranks may end a bit later
-                self.make_calls()
-                if not self.calls.empty():
-                    time.sleep(0.1)
-
-    def make_calls(self) -> None:
-        for _ in range(self.calls.qsize()):
-            self.calls.get()()
+            is_over = False
+            while not is_over:
+                is_over = self.watch.over.wait(1)
+                while not self.calls.empty():
+                    self.calls.get()()
 
     def compare(self, key: str, ranks, note, judge) -> None:
-        """With the notes that the other ranks store with the same key."""
-        keys = [f"training {zlib.crc32(key.encode())} {rank}" for rank in ranks]
+        """With the notes that the other ranks store with the same key, if this is the last one."""
         store = self.watch.store
+        keys = [f"training {zlib.crc32(key.encode())} {rank}" for rank in ranks]
         store.set(keys[ranks.index(self.watch.rank)], json.dumps(note))
-        if self.watch.rank > ranks[0]:
-            return
-        if not store.check(keys):
-            self.call(self.compare, key, ranks, note, judge)  # later
-            return
-        notes = [json.loads(text) for text in store.multi_get(keys)]
-        for kind, text in judge(ranks, notes):
-            self.say(kind, text)
+        if store.check(keys):
+            notes = [json.loads(text) for text in store.multi_get(keys)]
+            for kind, text in judge(ranks, notes):
+                self.say(kind, text)
 
     def say(self, kind: str, text: str, save="") -> None:
         """Once per run; if it is about a save, not before two ranks have done it."""
@@ -232,16 +224,20 @@ def judge_replica(ranks, notes):
         )
 
 
-def judge_alone(ranks, sizes):
-    """The same, of ranks that are not in one process group, but in groups of these sizes, or 0."""
+def judge_alone(ranks, notes):
+    """The same, of ranks that are not in one process group, but in groups of a size, or in none."""
+    sizes, *values = zip(*notes)
     size = sizes[0]
+    may_differ = bool(OTHER_LIBRARIES & sys.modules.keys())
+    if any(map(differ, values)) and not may_differ:
+        may_differ = names_ranks()
     if size:
         yield (
             "groups",
             f"the process group has {size} ranks, but WORLD_SIZE is {len(ranks)}: groups of ranks "
             "train separate models; let init_process_group() read RANK and WORLD_SIZE",
         )
-    elif not names_ranks():
+    elif not may_differ:
         yield (
             "alone",
             f"WORLD_SIZE is {len(ranks)}, but there is no process group after {ALONE_STEPS} steps: "

@@ -130,6 +130,12 @@ BROKEN = {
         "no process group .* 2 separate trainings",
         WITHOUT_GROUP,
     ),
+    "a script for one process that chooses its GPU": (
+        "alone",
+        "there is no process group",
+        [*WITHOUT_GROUP, ("(os.getpid())", "(0)")]
+        + [("data = ", "local_rank = os.environ['LOCAL_RANK']\ndata = ")],
+    ),
     "each rank is in a group of its own": (
         "groups",
         "the process group has 1 ranks, but WORLD_SIZE is 2",
