@@ -62,12 +62,12 @@ ACCUMULATION = """with nullcontext() if step % 4 == {} else model.no_sync():
         if step % 4 == 3:
             optimizer.step()
             optimizer.zero_grad()"""
-LOCAL_SGD = """with nullcontext() if step % 3 == 2 else model.no_sync():
+LOCAL_SGD = """with nullcontext() if step % 4 == 1 else model.no_sync():
             loss = loss_of(x, y)
             optimizer.zero_grad()
             loss.backward()
         optimizer.step()"""
-AVERAGE = """if step % 3 == 0:
+AVERAGE = """if step % 4 == 0:
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)
             parameter.data /= size"""
@@ -198,9 +198,12 @@ head_optimizer = torch.optim.SGD(head.parameters(), lr=0.05)
 
 
 def after_step(step):
-    gathered = [torch.empty(4, 4) for _ in range(size)]
-    dist.all_gather(gathered, network(x).detach())
-    nn.functional.cross_entropy(head(torch.cat(gathered)), y.repeat(size)).backward()
+    features = [torch.empty(4, 4) for _ in range(size)]
+    labels = [torch.empty_like(y) for _ in range(size)]
+    dist.all_gather(features, network(x).detach())
+    dist.all_gather(labels, y)
+    head_optimizer.zero_grad()
+    nn.functional.cross_entropy(head(torch.cat(features)), torch.cat(labels)).backward()
     head_optimizer.step()
 
 """
@@ -210,8 +213,7 @@ for x, y in loader:
     nn.functional.cross_entropy(network(x), y).backward()
     tuned.step()
 dist.destroy"""
-WITHOUT_SAMPLER = [("sampler=sampler", "shuffle=True"), ("sampler.set_epoch(epoch)", "pass")]
-EVALUATION = """for x, y in DataLoader(data, batch_size=4, sampler=sampler):
+EVALUATION = """for x, y in loader:
         with torch.no_grad():
             network(x)"""
 ROLLOUTS = (
@@ -230,11 +232,20 @@ HEALTHY = {
     "a head on the features of all ranks": [
         (f"{OPTIMIZER}.SGD(model.parameters(), lr=0.05)", GATHERED_HEAD),
         ("def after_step(step):\n    pass", ""),
+        ("sampler=sampler", "shuffle=True"),
     ],
     "each rank tunes its weights afterwards": [("dist.destroy", PERSONAL)],
     "fewer samples than ranks": [("r(data)", "r([0])"), ("r(data,", "r([data[0]],")],
-    "an evaluation with a shuffled sampler": [*WITHOUT_SAMPLER, ("# SAVE", EVALUATION)],
-    "a sweep over ranks": [*WITHOUT_GROUP, ("lr=0.05", "lr=0.05 * (1 + int(os.environ['RANK']))")],
+    "passes over the data before and after the only epoch": [
+        ("range(4)", "range(1)"),
+        ("sampler.set_epoch(epoch)", "list(loader)"),
+        ("# SAVE", EVALUATION),
+    ],
+    "a sweep over ranks": [
+        *WITHOUT_GROUP,
+        ("batch_size=4", "batch_size=4 * (1 + int(os.environ['RANK']))"),
+    ],
+    "a random search": [*WITHOUT_GROUP, ("lr=0.05", "lr=0.05 + os.getpid() % 90 / 1000")],
     "a rank that does not train": [(INIT, ROLLOUTS)],
 }
 
