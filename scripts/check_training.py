@@ -234,7 +234,7 @@ def judge_alone(ranks, notes):
     if size:
         yield (
             "groups",
-            f"the process group has {size} ranks, but WORLD_SIZE is {len(ranks)}: groups of ranks "
+            f"the process group has size {size}, but WORLD_SIZE is {len(ranks)}: groups of ranks "
             "train separate models; let init_process_group() read RANK and WORLD_SIZE",
         )
     elif not may_differ:

@@ -138,7 +138,7 @@ BROKEN = {
     ),
     "each rank is in a group of its own": (
         "groups",
-        "the process group has 1 ranks, but WORLD_SIZE is 2",
+        "the process group has size 1, but WORLD_SIZE is 2",
         [(INIT, OWN_GROUP)],
     ),
     "all save one file": (
