@@ -16,6 +16,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without progress,
   all ranks print their stacks and exit, and the error reports the ranks at fault;
 - reports a slow rank: one that is late in each step, so that the others wait for it;
+- reports ranks that do not train one model together, such as with equal batches, or without DDP;
 - avoids a hang of loader workers with older releases of Python 3.10 and 3.11;
 - warns when a node's memory is nearly used up, and says which process grew most;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
@@ -29,10 +30,11 @@ Environment:
                   1,620 s with gloo, or of init_process_group(timeout=...)  []
     SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
                   collectives; 0: slow ranks are not named                  [60]
+    CHECK_TRAINING  0: not whether the ranks train one model together         [1]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
-    EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, and
-                  for a GPU that has failed                                  []
+    EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
+                  that has failed, and ranks that do not train one model    []
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 """
 
@@ -91,7 +93,7 @@ DUPLICATE_GPU = re.compile(r"Duplicate GPU detected : rank (\d+) and rank (\d+)"
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 MAX_RANKS = 1_000_000
-OWN_MODULES = ("hang", "memory", "node_check", "report", "slow_ranks")
+OWN_MODULES = ("check_training", "hang", "memory", "node_check", "report", "slow_ranks")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
@@ -154,8 +156,11 @@ def check_node(arguments: list[str]) -> None:
 def start_watch(world: dict[str, int], arguments: list[str]) -> HangWatch:
     """Check the ranks; from now on, watch them and the memory of this node."""
     store, infos = check_ranks(world, arguments)
+    import check_training  # imports PyTorch, as check_ranks() does
+
     watch = HangWatch(world["RANK"], store, infos)
     slow_ranks.start(watch)
+    check_training.start(watch)
     if world["LOCAL_RANK"] == 0:
         watch.start_thread(functools.partial(memory.watch, watch.over))
     return watch
