@@ -16,6 +16,13 @@ start() {
   [[ -n "$DRY_RUN" ]] || exec "$@"
 }
 
+# own_directory PATH: makes it, unless it exists; fails if another user has made it or could write to it.
+own_directory() {
+  mkdir -m 700 -- "$1" 2>/dev/null || true
+  [[ ! -L "$1" && -O "$1" && "$(stat -c %A -- "$1")" == d????-??-? ]] ||
+    fail "$(hostname): $1 cannot be made, or is open to other users: use another directory"
+}
+
 # takes OPTION: whether the training script has it. Those that import train_distributed have its options.
 takes() {
   grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"

@@ -158,7 +158,7 @@ class Rank:
         if self.rank == 0:
             self.compare_ranks()
             with suppress(OSError):  # the check of the disks reports this
-                self.mark.touch()
+                self.mark.touch(exist_ok=False)
         self.check("network", self.reach_nodes, "allow all ports between the nodes")
         remedy = "put --checkpoint-dir on a file system that all nodes share"
         self.check("run directory", self.find_mark, remedy)

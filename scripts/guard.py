@@ -11,6 +11,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - in an srun step, checks each node: see node_check.py (cluster_train.sh does it for torchrun);
 - checks before the script starts that all ranks are present, and run the same script and PyTorch
   version;
+- keeps compiled kernels on this node's disk, in a directory that no other user can write to;
 - on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
   memory, which speeds up training on CPUs;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without progress,
@@ -50,9 +51,11 @@ import re
 import runpy
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -118,6 +121,7 @@ def run_as_rank(arguments: list[str]) -> None:
     faulthandler.register(signal.SIGQUIT)  # prints all stacks; the run goes on
     configure_process(world)
     share_gpu(world)
+    choose_caches()
     keep_freed_memory()
     os.register_at_fork(before=wait_for_new_threads)
     watch = None
@@ -296,6 +300,24 @@ def share_gpu(world: dict[str, int]) -> None:
         if world["RANK"] == 0:
             text = "SHARE_GPU=1: ranks share GPUs and exchange over sockets: speed means nothing"
             say(f"guard.py: WARNING: {text}")
+
+
+def choose_caches() -> None:
+    """Unless they are set, put the caches of torch.compile and Triton on this node's disk.
+
+    PyTorch loads shared objects from its own choice, /tmp/torchinductor_USER, which another user
+    may have made first.
+    """
+    place = Path(tempfile.gettempdir(), f"train_{os.getuid()}")
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    facts = place.lstat()
+    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+    if not is_own or facts.st_mode & 0o022:
+        say(f"guard.py: WARNING: {place} on {HOST} is open to other users, and is not used")
+        place = tempfile.mkdtemp()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{place}/torch")
+    os.environ.setdefault("TRITON_CACHE_DIR", f"{place}/triton")
 
 
 def wait_for_new_threads() -> None:

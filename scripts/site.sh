@@ -71,8 +71,7 @@ srun=(srun --export=ALL)
 # srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data")    # Pyxis and Enroot:
 # python=(python3)    # that of the container, where .venv may not work
 
-# ---- caches of compiled kernels, on this node's own disk: a home directory may be small or shared
-export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_$(id -un)}" # torch.compile's is there already
+# ---- caches of compiled kernels: guard.py puts them on each node's own disk (TMPDIR or /tmp)
 # export TORCHINDUCTOR_CACHE_DIR="/scratch/$USER/torch_cache"    # kept between jobs, if TMPDIR is not
 
 # ---- network. NCCL detects NVLink and InfiniBand; set a variable only if a test shows that you must.

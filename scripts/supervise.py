@@ -423,7 +423,7 @@ class Supervisor:
         self.files = self.directory / f"{HOST}_{os.getpid()}_{self.count}"
         shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
         try:
-            self.files.mkdir(parents=True)
+            self.files.mkdir(0o700, parents=True)
         except OSError as error:
             self.files = Path(tempfile.mkdtemp())
             what = "a stop reaches ranks on this host only: set LOG_DIR"
@@ -617,7 +617,9 @@ class Supervisor:
         text = "".join(json.dumps(record) + "\n" for record in records)
         new = self.log_file().with_name(f".attempts.{os.getpid()}.tmp")
         try:
-            new.write_text(text)
+            new.unlink(missing_ok=True)
+            with open(new, "x") as file:  # it follows no link
+                file.write(text)
             new.replace(self.log_file())
         except OSError as error:
             log(f"WARNING: cannot write {self.log_file()}: {error}")
