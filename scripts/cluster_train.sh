@@ -92,7 +92,10 @@ main() {
     [[ "$nodes" == 1 ]] || rank="${SLURM_NODEID:-$(node_rank_among "${hosts[@]}")}"
   fi
   local master="${given[3]:-${MASTER_ADDR:-${hosts[0]}}}" port="${given[4]:-$MASTER_PORT}"
-  [[ "$nodes" != 1 ]] || master=localhost
+  if [[ "$nodes" == 1 ]]; then
+    master=localhost
+    export STORE_KEY="${STORE_KEY:-$(</proc/sys/kernel/random/uuid)}"
+  fi
   # On one node, the port must be free here. On several, the launcher has chosen one.
   [[ -n "$port" ]] || port="$(answer_of "${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||

@@ -30,6 +30,8 @@ Environment:
                   1,620 s with gloo, or of init_process_group(timeout=...)  []
     SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
                   collectives; 0: slow ranks are not named                  [60]
+    STORE_KEY     a secret of the job's ranks: other users cannot guess which keys of the
+                  store guard.py reads        [random, from supervise.py and launch.py]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, and
@@ -445,7 +447,8 @@ def open_store(world: dict[str, int], timeout: float):
     )
     job = os.environ.get("ATTEMPT_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    return dist.PrefixStore(f"guard {job} {restart}", store)  # ranks of another job are not seen
+    key = os.environ.get("STORE_KEY")  # ranks of another job are not seen, and cannot guess this
+    return dist.PrefixStore(f"guard {job} {restart} {key}", store)
 
 
 def find_problem(infos: list[dict | None], timeout: float) -> str:

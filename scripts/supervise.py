@@ -462,6 +462,7 @@ class Supervisor:
         env = dict(os.environ)
         env["ATTEMPT"] = str(self.count)
         env["ATTEMPT_ID"] = f"{self.job}.{1000 * number('SLURM_RESTART_COUNT') + self.count}"
+        env["STORE_KEY"] = os.urandom(8).hex()  # see scripts/guard.py
         for name in FILES:
             env[name] = str(self.files / name)
         if self.deadline < float("inf"):

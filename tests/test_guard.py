@@ -776,10 +776,12 @@ def test_a_rank_whose_script_has_ended_is_named_by_those_that_wait_for_it(launch
     assert text in result.err[0] + result.err[2] and text in failure_of(result)["reason"]
 
 
-def test_a_process_of_another_job_does_not_disturb_the_job(tmp_path):
+@pytest.mark.parametrize("other", [{"ATTEMPT_ID": "8.1"}, {"STORE_KEY": "guessed"}])
+def test_a_process_of_another_job_or_user_does_not_disturb_the_job(tmp_path, other):
+    own = {"ATTEMPT_ID": "7.1", "STORE_KEY": "secret", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+
     def env(rank) -> dict:
-        stray = {"ATTEMPT_ID": "8.1", "WORLD_SIZE": 3, "RANK_TIMEOUT": "5"}
-        own = {"ATTEMPT_ID": "7.1", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        stray = own | other | {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "RANK_TIMEOUT": "5"}
         return stray if rank == 2 else own
 
     def during(processes):

@@ -302,6 +302,19 @@ def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
 
 
+def test_each_attempt_has_a_secret_of_its_own_for_the_store(tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text("import os\nprint(f'KEY {os.environ[\"STORE_KEY\"]}')\nraise SystemExit(1)\n")
+    env = {"PYTHON": sys.executable, "GUARD": "0", "TRAIN_SCRIPT": str(script)}
+    env |= {"LOG_DIR": str(tmp_path), "MAX_RESTARTS": "1"}
+    keys = []
+    for before in (["scripts/supervise.py"], []):
+        command = [*before, "scripts/ssh/launch_singlenode.sh", CONFIG, "1"]
+        result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True)
+        keys += re.findall(r"KEY (\S{16,})", result.stdout.decode())
+    assert len(set(keys)) == 3, keys
+
+
 ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
 
 

@@ -97,6 +97,7 @@ def main():
     master = os.environ.get("MASTER_ADDR") or hosts[0]
     port = os.environ.get("MASTER_PORT") or str(random.randrange(15000, 30000))
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
+    os.environ.setdefault("STORE_KEY", os.urandom(8).hex())  # see scripts/guard.py
     signals = record_signals()
     nodes = []
     for rank, host in enumerate(hosts):
