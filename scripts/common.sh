@@ -23,9 +23,13 @@ own_directory() {
     fail "$(hostname): $1 cannot be made, or is open to other users: use another directory"
 }
 
-# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
+# takes OPTION: whether TRAIN_SCRIPT passes it to a function such as argparse's add_argument() or click's
+# option(), or has the trainer's options, because it calls main() of train_distributed.
 takes() {
-  grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
+  local comment='#[^\n]*+' quote="[\"']"
+  local declares="^[^#\n]*(add|arg|option)\w*\(([^()#]|$comment)*?$quote$1$quote"
+  local has_main='^ *from train_distributed import (\([^)]*|[^\n(]*)\bmain\b|^ *import train_distributed\b(?s:.*)\.main\('
+  grep -qsPz -e "(?m)$declares|$has_main" -- "$TRAIN_SCRIPT"
 }
 
 # split_config [CONFIG] [OPTION ...]: sets `config`, and the array `arguments` to the options.

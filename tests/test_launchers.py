@@ -334,7 +334,13 @@ def test_after_two_dashes_a_script_or_a_module_gets_its_own_arguments(tmp_path, 
     [
         (ARGPARSE, []),
         (ARGPARSE + "parser.add_argument('--config')\n", ["--config", CONFIG]),
-        ("from train_distributed import Task, main\n", ["--config", CONFIG]),
+        (ARGPARSE + "parser.add_argument(  # (YAML)\n    '--config')", ["--config", CONFIG]),
+        ("from train_distributed import (\n    Task,\n    main,\n)\n", ["--config", CONFIG]),
+        ("import train_distributed as trainer\ntrainer.main()\n", ["--config", CONFIG]),
+        ("from train_distributed import load_model\ndef main():\n    pass\n", []),
+        (ARGPARSE + "parser.add_argument('--config-file')\n", []),
+        (ARGPARSE + "parser.add_argument('--file', help='not --config')  # no '--config'\n", []),
+        (ARGPARSE + "parser.add_argument(\n# '--config',\n'--file')\nprint('--config')", []),
     ],
 )
 @pytest.mark.parametrize("launcher", ["scripts/cluster_train.sh", "slurm_train_multinode.sh"])
