@@ -130,6 +130,12 @@ main() {
   [[ -z "${PBS_JOBID:-}" || "${OMP_NUM_THREADS:-}" != "${NCPUS:-}" ]] || unset OMP_NUM_THREADS
   cores="$(nproc)" # this too would read OMP_NUM_THREADS
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC_PER_NODE ? cores / NPROC_PER_NODE : 1))}"
+  # In a pod of Kubeflow, these preset torchrun's options, such as another rendezvous.
+  local preset=("${!PET_@}")
+  if [[ ${#preset[@]} -gt 0 ]]; then
+    echo "cluster_train.sh: ${preset[*]}: ignored, because the options of torchrun are those above"
+    unset "${preset[@]}"
+  fi
   export LOGLEVEL="$LOG_LEVEL"
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL

@@ -101,13 +101,17 @@ def refuse(text: str, cause: str = "configuration") -> None:
     sys.exit(2)
 
 
+MAX_CONFIG = 1 << 20  # bytes of a configuration file
+
+
 def read_request(arguments: list[str]) -> str:
     """Lines: of the configuration files without comments, then the arguments, which count more."""
     texts = []
     for argument in arguments:
         path = Path(argument.split("=")[-1])  # FILE or --option=FILE
         with suppress(OSError):
-            if path.suffix in (".yaml", ".yml", ".json", ".toml") and path.is_file():
+            is_text = path.suffix in (".yaml", ".yml", ".json", ".toml") and path.is_file()
+            if is_text and path.stat().st_size < MAX_CONFIG:  # not a data set
                 text = path.read_text(errors="replace")
                 texts.append(re.sub(r"#.*", "", text))
     return "\n".join(texts + arguments)
@@ -408,6 +412,10 @@ def environment() -> list[Finding]:
         value = os.environ.get(name, "")
         if re.fullmatch(values, value):
             findings.append(Finding("WARN", "environment", f"{name}={value} {effect}", "unset it"))
+    for place in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if place and any(Path(place).glob("*.dist-info")):
+            text = f"PYTHONPATH has packages in {place}, which replace those of {sys.executable}"
+            findings.append(Finding("WARN", "environment", text, "unset it if you do not need them"))
     return findings or [Finding("OK", "environment", "no harmful variables")]
 
 

@@ -290,7 +290,8 @@ def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
 
 
 def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
-    """A Python that prints when it starts, a script elsewhere, and what changes bash and Python."""
+    """A Python that prints when it starts, a script elsewhere, what changes bash and Python, and
+    Kubeflow's options for torchrun."""
     python = write_program(tmp_path / "python", f'echo loading; exec {sys.executable} "$@"')
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
     (tmp_path / "scripts").mkdir()  # with CDPATH, `cd scripts` would go there
@@ -298,8 +299,10 @@ def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
     script.write_text("import train_distributed\nprint('the script ran')\n")
     env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     env |= dict.fromkeys(("POSIXLY_CORRECT", "PYTHONSAFEPATH", "CDPATH"), str(tmp_path))
+    env |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "absent.invalid:1", "PET_NNODES": "2"}
     result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script), "GUARD": "0"})
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
+    assert "PET_NNODES PET_RDZV_BACKEND PET_RDZV_ENDPOINT: ignored" in result.stdout
 
 
 def test_each_attempt_has_a_secret_of_its_own_for_the_store(tmp_path):
