@@ -415,7 +415,9 @@ def environment() -> list[Finding]:
     for place in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if place and any(Path(place).glob("*.dist-info")):
             text = f"PYTHONPATH has packages in {place}, which replace those of {sys.executable}"
-            findings.append(Finding("WARN", "environment", text, "unset it if you do not need them"))
+            findings.append(
+                Finding("WARN", "environment", text, "unset it if you do not need them")
+            )
     return findings or [Finding("OK", "environment", "no harmful variables")]
 
 

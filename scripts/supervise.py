@@ -680,8 +680,12 @@ def steps(status):
 
 def last_recorded_step(run_dir):
     """The step of the last record in metrics.jsonl; 0 if there is none."""
+    from report import end_of  # an older Python cannot read that file
+
     step = 0
-    last_lines = lines_of(Path(run_dir) / "metrics.jsonl")[-3:]
+    last_lines = []
+    with suppress(OSError):
+        last_lines = end_of(Path(run_dir) / "metrics.jsonl").splitlines()[-3:]
     for record in parse_lines(last_lines):  # the last line may be incomplete
         if isinstance(record.get("step"), NUMBER):
             step = record["step"]

@@ -525,6 +525,30 @@ def test_a_rank_that_was_killed_is_reported(tmp_path):
     assert (facts["cause"], facts["rank"], facts["reason"]) == ("killed", 1, "ended by SIGKILL")
 
 
+READ_THE_END = {
+    "a log of a node": "-m run_torchrun {file} bash -c 'echo the end; exit 9'",
+    "a log of a host": "-c 'import launch; launch.show_end(\"{file}\"); exit(9)'",
+    "the metrics": "-c 'import supervise; exit(supervise.last_recorded_step(\"{directory}\"))'",
+}
+
+
+@pytest.mark.parametrize("name", READ_THE_END)
+def test_only_the_end_of_a_long_file_is_read(tmp_path, name):
+    file = tmp_path / "metrics.jsonl"
+    with open(file, "wb") as log:
+        log.truncate(1 << 30)
+        log.seek(1 << 30)
+        log.write(b'\n{"step": 9}\n')
+    command = READ_THE_END[name].format(file=file, directory=tmp_path)
+    path = f"{REPO}/scripts:{REPO}/scripts/ssh"
+    result = subprocess.run(
+        ["bash", "-c", f"ulimit -v 700000; exec {sys.executable} {command}"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+    )
+    assert result.returncode == 9, result.stderr
+
+
 def run_cluster_train(env) -> subprocess.CompletedProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = ["scripts/cluster_train.sh", CONFIG]

@@ -337,10 +337,10 @@ def record_signals():
 
 
 def show_end(path):
-    with suppress(OSError), open(path, errors="replace") as log:
-        lines = log.readlines()[-15:]
-        text = "  ".join(lines).rstrip()
-        say(f"the end of {path}:\n  {text}")
+    tail = subprocess.run(["tail", "-c", "4000", path], stdout=subprocess.PIPE)
+    lines = tail.stdout.decode(errors="replace").splitlines()[-15:]
+    text = "\n  ".join(lines)
+    say(f"the end of {path}:\n  {text}")
 
 
 def fail(text):
