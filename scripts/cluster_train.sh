@@ -50,12 +50,14 @@ answer_of() {
   "$@" | tail -n 1
 }
 
-# node_rank_among HOST...: prints the index of this host.
+# node_rank_among HOST...: prints the index of this host; without its domain, if no other has the same name.
 node_rank_among() {
-  local line
-  line="$(printf '%s\n' "${@%%.*}" | grep -nxF -e "$(hostname -s)")" ||
+  local lines
+  lines="$(printf '%s\n' "$@" | grep -nxF -e "$(hostname)")" ||
+    lines="$(printf '%s\n' "${@%%.*}" | grep -nxF -e "$(hostname -s)")" ||
     fail "this host is not one of: ${*:-none}. Give node_rank"
-  echo "$((${line%%:*} - 1))"
+  [[ "$lines" != *$'\n'* ]] || fail "this host may be each of: $*. Give node_rank"
+  echo "$((${lines%%:*} - 1))"
 }
 
 main() {
@@ -79,10 +81,13 @@ main() {
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
+  # Only Apptainer runs this script outside the container: with Pyxis, PYTHON of the host is not here.
+  [[ -n "${APPTAINER_IMAGE:-}" ]] || PYTHON="${python[0]}"
+  check_python "$PYTHON"
   # Not if the arguments, or Slurm and the launcher, say everything: a container may have no scontrol.
   [[ -n "${given[1]:-}" && -n "${given[2]:-}" && -n "${given[3]:-}" ]] ||
     [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
-    read -r -a hosts < <(answer_of "${PYTHON:-python3}" scripts/guard.py --hosts) || exit 2
+    read -r -a hosts < <(answer_of "$PYTHON" scripts/guard.py --hosts) || exit 2
 
   local config="${given[0]:-configs/default_config.yaml}"
   local nodes="${given[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
@@ -97,7 +102,7 @@ main() {
     export STORE_KEY="${STORE_KEY:-$(</proc/sys/kernel/random/uuid)}"
   fi
   # On one node, the port must be free here. On several, the launcher has chosen one.
-  [[ -n "$port" ]] || port="$(answer_of "${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
+  [[ -n "$port" ]] || port="$(answer_of "$PYTHON" scripts/guard.py --free-port)" || exit
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
     fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
   set_program "$config" "$@"
@@ -145,7 +150,7 @@ main() {
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # Python itself, not a wrapper around it: it gets the signals.
-  exec "$(answer_of "${PYTHON:-python3}" -c 'import sys; print(sys.executable)')" \
+  exec "$(answer_of "$PYTHON" -c 'import sys; print(sys.executable)')" \
     scripts/run_torchrun.py "$logs/$log" "${command[@]}"
 }
 

@@ -13,7 +13,20 @@ fail() {
 # start COMMAND ...: prints the command; unless DRY_RUN is set, it replaces this script.
 start() {
   echo "\$$(printf ' %q' "$@")"
+  check_python "$1"
   [[ -n "$DRY_RUN" ]] || exec "$@"
+}
+
+check_python() {
+  [[ -n "$DRY_RUN$(command -v "$1")" ]] || fail "$1 cannot be executed here: set PYTHON"
+}
+
+# check_slurm_job: for the scripts that sbatch starts.
+check_slurm_job() {
+  [[ -n "${SLURM_JOB_ID:-}$DRY_RUN" ]] ||
+    fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
+  [[ -z "${SLURM_HET_SIZE:-}" ]] ||
+    fail "this is a heterogeneous job, of which srun would use the first component only: request all nodes alike"
 }
 
 # own_directory PATH: makes it, unless it exists; fails if another user has made it or could write to it.

@@ -650,18 +650,18 @@ def choose_master(env, command, nodes):
 
     master = env.get("MASTER_ADDR") or nodes[0]
     port = env.get("MASTER_PORT") or port_of_job(env)
-    if not env.get("MASTER_PORT") and name_among([HOST], master):
+    if not env.get("MASTER_PORT") and name_among(nodes, HOST) == master:
         port = free_port(port)
     env["MASTER_ADDR"] = master
     env["MASTER_PORT"] = str(port)
 
 
 def name_among(nodes, host):
-    """The node's name in this list: the same, or the same up to the first dot. None: not there."""
-    for node in nodes:
-        if node.split(".")[0] == host.split(".")[0]:
-            return node
-    return None
+    """The host's name in the list, also without its domain if only one has that. None: neither."""
+    if host in nodes:
+        return host
+    similar = [node for node in nodes if node.split(".")[0] == host.split(".")[0]]
+    return similar[0] if len(similar) == 1 else None
 
 
 def steps(status):

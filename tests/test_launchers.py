@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import supervise
 from harness import (
     OLD_PYTHONS,
     REPO,
@@ -27,6 +28,7 @@ from harness import (
 CONFIG = "configs/default_config.yaml"
 SSH = "scripts/ssh/launch_torchrun_auto.sh"
 HAND = "scripts/ssh/launch_multinode.sh"
+HETEROGENEOUS = ["env", "SLURM_JOB_ID=17", "SLURM_HET_SIZE=2", "bash"]
 
 
 APPTAINER = """import signal, subprocess, sys
@@ -177,6 +179,68 @@ def test_an_old_python_around_a_container_is_reported(tmp_path):
     result = supervised(LOG_DIR=str(tmp_path), **env)
     text = f"{env['PYTHON']} is not Python 3.8 or newer, which the launchers need outside the"
     assert result.returncode == 2 and text in result.stderr and "Traceback" not in result.stderr
+
+
+# srun with Pyxis: in the container, the directory is the image's, and the host's Python is missing.
+PYXIS = """
+cd {image}
+for word; do
+  case "$word" in --container-workdir=*) cd "${{word#*=}}";; esac
+done
+while [ "${{1#-}}" != "$1" ]; do shift; done
+mv {host_python} {host_python}.outside
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=1
+export SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NODELIST=n1
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("launcher", ["run_distributed.slurm", "slurm_train_multinode.sh"])
+def test_the_two_lines_for_pyxis_are_all_that_a_container_needs(tmp_path, clone, launcher):
+    """Stand-ins for Slurm with Pyxis, which cannot be installed here."""
+    site = clone / "scripts/site.sh"
+    site.write_text(re.sub(r"(?m)^# (srun\+=\(--cont|python=\(python3)", r"\1", site.read_text()))
+    host_python = tmp_path / "python"
+    host_python.symlink_to(sys.executable)
+    (tmp_path / "image").mkdir()
+    text = PYXIS.format(image=tmp_path / "image", host_python=host_python)
+    write_program(tmp_path / "bin/srun", text)
+    write_program(tmp_path / "bin/scontrol", "echo n1")
+    write_program(tmp_path / "bin/python3", f'exec {sys.executable} "$@"')
+    script = tmp_path / "my_train.py"
+    script.write_text("print('the script ran')\n")
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHON": str(host_python)}
+    env |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "MASTER_PORT": "29400"}
+    env |= {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "1", "MAX_RESTARTS": "0"}
+    command = ["bash", launcher]
+    result = subprocess.run(
+        command, cwd=clone, env=os.environ | env, capture_output=True, text=True
+    )
+    assert "the script ran\n" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank"),
+    [
+        ("gpu1.rack1 gpu1.rack2", 1),
+        ("gpu2.cluster gpu1.cluster", 1),
+        ("gpu1", 0),
+        ("gpu1.a gpu1.b", None),
+        ("gpu2", None),
+    ],
+)
+def test_a_host_is_found_by_its_whole_name_or_by_the_only_one_like_it(tmp_path, hosts, rank):
+    write_program(tmp_path / "bin/hostname", 'test "$1" = -s && echo gpu1 || echo gpu1.rack2')
+    nodes = tmp_path / "nodes"
+    nodes.write_text(hosts.replace(" ", "\n"))
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PBS_NODEFILE": str(nodes)}
+    env |= {"DRY_RUN": "1", "PYTHON": sys.executable, "MASTER_PORT": "29400"}
+    command = ["scripts/cluster_train.sh", CONFIG, "3"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    expected = f"--node-rank {rank} " if rank is not None else "Give node_rank"
+    assert expected in result.stdout + result.stderr
+    name = supervise.name_among(hosts.split(), "gpu1.rack2")
+    assert name == (hosts.split()[rank] if rank is not None else None)
 
 
 CONDA = """#!/bin/bash
@@ -564,6 +628,7 @@ def run_cluster_train(env) -> subprocess.CompletedProcess:
         ([SSH, "--epochs", "2", "node01"], "the arguments are CONFIG "),
         ([SSH, CONFIG, "2", "node01", "node01"], "node01 is named twice"),
         ([SSH, CONFIG, "2", "node01;id"], "'node01;id' is not a host name"),
+        ([SSH, CONFIG, "2", "me@node01"], "set another user in ~/.ssh/config"),
         (["scripts/ssh/launch_singlenode.sh", "--epochs", "3"], "the arguments are CONFIG GPUS "),
         (["scripts/ssh/launch_singlenode.sh", CONFIG, "two"], "'two' is not a number of GPUs"),
         (
@@ -578,6 +643,8 @@ def run_cluster_train(env) -> subprocess.CompletedProcess:
         (["env", "LOG_DIR=/dev/null/logs", SSH, CONFIG, "2", "a"], "cannot write to /dev/null/l"),
         (["bash", "run_distributed.slurm"], "submit this script with sbatch; "),
         (["bash", "slurm_train_multinode.sh"], "submit this script with sbatch; "),
+        ([*HETEROGENEOUS, "run_distributed.slurm"], "this is a heterogeneous job"),
+        ([*HETEROGENEOUS, "slurm_train_multinode.sh"], "this is a heterogeneous job"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(words, message):
