@@ -243,6 +243,16 @@ def test_a_host_is_found_by_its_whole_name_or_by_the_only_one_like_it(tmp_path, 
     assert name == (hosts.split()[rank] if rank is not None else None)
 
 
+def test_srun_takes_from_sbatch_nothing_that_limits_a_step(tmp_path):
+    requested = "GPUS_PER_SOCKET CPUS_PER_GPU MEM_PER_GPU MEM_PER_CPU THREADS_PER_CORE HINT NTASKS"
+    env = {f"SLURM_{name}": "1" for name in [*requested.split(), "JOB_CPUS_PER_NODE", "JOB_ID"]}
+    env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    write_program(tmp_path / "srun", "env | grep ^SLURM_ | sort")
+    command = ["scripts/supervise.py", "srun", "true"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    assert result.stdout == "SLURM_JOB_CPUS_PER_NODE=1\nSLURM_JOB_ID=1\n"
+
+
 CONDA = """#!/bin/bash
 # Stands in for conda, which cannot be installed here: its output has the same form.
 echo {base}
