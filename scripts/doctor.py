@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import signal
 import socket
 import statistics
@@ -38,7 +37,7 @@ from pathlib import Path
 import guard
 import node_check
 import report
-from node_check import Finding, existing, first_line
+from node_check import Finding, existing, first_line, run_directory
 from report import HOST, format_ranges, ranks_by_host, wait_for
 
 MEET_SECONDS = 20  # for all ranks to connect to the store
@@ -69,13 +68,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.set_defaults(nnodes=0)
     args, _ = parser.parse_known_args(argv)
     return args
-
-
-def run_directory(request: str) -> str:
-    """--checkpoint-dir or --save-dir of the training; request: of node_check.read_request()"""
-    found = re.findall(r"\b(?:checkpoint|save)[-_]dir(?:=|: *|\s)(?!null\b)(\S.*)", request)
-    directory = found[-1].strip("\"' ") if found else "checkpoints"
-    return os.path.expanduser(os.path.expandvars(directory))
 
 
 def print_findings(findings: list[Finding]) -> int:

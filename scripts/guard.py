@@ -371,6 +371,8 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
     choose_interface(infos)
+    if world["WORLD_SIZE"] > world["LOCAL_WORLD_SIZE"]:
+        check_run_directory(world, store, arguments)
     return store, infos
 
 
@@ -387,6 +389,32 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
         for info in infos:
             del info["same"]  # the others need the rest only
     store.set("result", json.dumps([problem, infos]))
+
+
+def check_run_directory(world: dict[str, int], store, arguments: list[str]) -> None:
+    """Warn on a node that does not see what rank 0 writes to the run directory, or next to it.
+
+    Collective: every rank. Only if the script has a --checkpoint-dir, or its configuration file.
+    """
+    request = node_check.read_request(arguments)
+    if not re.search("(checkpoint|save)[-_]dir", request):
+        return
+    place = node_check.existing(Path(node_check.run_directory(request)))
+    deadline = time.monotonic() + 10
+    if world["RANK"] == 0:
+        with suppress(OSError), tempfile.NamedTemporaryFile(dir=place, prefix=".shared_") as mark:
+            store.set("mark", mark.name)
+            while store.add("looked", 0) < world["WORLD_SIZE"] - 1 and time.monotonic() < deadline:
+                time.sleep(0.1)
+        store.set("mark", "/")  # if rank 0 cannot write there
+        return
+    mark = wait_for(store, "mark", deadline) or "/"
+    while not os.path.exists(mark) and time.monotonic() < deadline - 5:
+        time.sleep(0.1)
+    if world["LOCAL_RANK"] == 0 and not os.path.exists(mark):
+        text = f"{HOST} does not see what rank 0 has written to {Path(mark).parent}"
+        say(f"guard.py: WARNING: {text}: put the run directory where all nodes see it")
+    store.add("looked", 1)
 
 
 def rank_info(arguments: list[str]) -> dict:

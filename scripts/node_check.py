@@ -117,6 +117,13 @@ def read_request(arguments: list[str]) -> str:
     return "\n".join(texts + arguments)
 
 
+def run_directory(request: str) -> str:
+    """--checkpoint-dir or --save-dir of the training; request: of read_request()"""
+    found = re.findall(r"\b(?:checkpoint|save)[-_]dir(?:=|: *|\s)(?!null\b)(\S.*)", request)
+    directory = found[-1].strip("\"' ") if found else "checkpoints"
+    return os.path.expanduser(os.path.expandvars(directory))
+
+
 def check_backend(request: str, ranks: int, gpu_count: int) -> None:
     """nccl, the default where there are GPUs, needs a GPU for each rank."""
     backend = requested_backend(request, gpu_count)
@@ -412,6 +419,13 @@ def environment() -> list[Finding]:
         value = os.environ.get(name, "")
         if re.fullmatch(values, value):
             findings.append(Finding("WARN", "environment", f"{name}={value} {effect}", "unset it"))
+    reports = Path(os.environ.get("FAILURE_FILE", "/none")).parent
+    if not reports.is_dir():
+        text = (
+            f"{reports} is not here, so errors and stops do not pass between supervise.py and ranks"
+        )
+        remedy = "set LOG_DIR to a directory that all nodes see"
+        findings.append(Finding("WARN", "environment", text, remedy))
     for place in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if place and any(Path(place).glob("*.dist-info")):
             text = f"PYTHONPATH has packages in {place}, which replace those of {sys.executable}"

@@ -207,6 +207,8 @@ def test_harmful_variables_are_warnings(check):
     lines = error.splitlines()
     assert len(lines) == 3 and all(map(str.startswith, lines, starts)), lines
     assert check("x.py", NCCL_P2P_DISABLE="0")[2] == ""
+    (line,) = check("x.py", FAILURE_FILE="/absent/logs/failure")[2].splitlines()
+    assert "/absent/logs is not here" in line and "set LOG_DIR to a directory" in line
 
 
 def test_packages_in_pythonpath_are_a_warning_unless_they_are_code(check, tmp_path):
