@@ -392,29 +392,35 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
 
 
 def check_run_directory(world: dict[str, int], store, arguments: list[str]) -> None:
-    """Warn on a node that does not see what rank 0 writes to the run directory, or next to it.
-
-    Collective: every rank. Only if the script has a --checkpoint-dir, or its configuration file.
-    """
+    """Warn on each node that does not share the run directory, if the script has one."""
     request = node_check.read_request(arguments)
-    if not re.search("(checkpoint|save)[-_]dir", request):
-        return
-    place = node_check.existing(Path(node_check.run_directory(request)))
+    if re.search("(checkpoint|save)[-_]dir", request):
+        problem = find_mark(world, store, node_check.run_directory(request))
+        if problem and world["LOCAL_RANK"] == 0:
+            remedy = "put the run directory where all nodes see it"
+            say(f"guard.py: WARNING: {HOST} {problem}: {remedy}")
+
+
+def find_mark(world: dict[str, int], store, directory: str) -> str:
+    """What is wrong if this rank does not see a file that rank 0 makes in this directory, or in
+    its nearest parent that exists; "" if it does. Collective: every rank.
+    """
     deadline = time.monotonic() + 10
     if world["RANK"] == 0:
-        with suppress(OSError), tempfile.NamedTemporaryFile(dir=place, prefix=".shared_") as mark:
+        place = node_check.existing(Path(directory))
+        with suppress(OSError), tempfile.NamedTemporaryFile(dir=place, prefix=".mark_") as mark:
             store.set("mark", mark.name)
-            while store.add("looked", 0) < world["WORLD_SIZE"] - 1 and time.monotonic() < deadline:
-                time.sleep(0.1)
-        store.set("mark", "/")  # if rank 0 cannot write there
-        return
+            wait_for(store, "all looked", deadline)
+        store.set("mark", "/")  # for ranks that are late, or if rank 0 cannot write there
+        return ""
     mark = wait_for(store, "mark", deadline) or "/"
-    while not os.path.exists(mark) and time.monotonic() < deadline - 5:
-        time.sleep(0.1)
-    if world["LOCAL_RANK"] == 0 and not os.path.exists(mark):
-        text = f"{HOST} does not see what rank 0 has written to {Path(mark).parent}"
-        say(f"guard.py: WARNING: {text}: put the run directory where all nodes see it")
-    store.add("looked", 1)
+    if not os.path.exists(mark):
+        time.sleep(3)  # a network file system may lag
+    is_found = os.path.exists(mark)
+    if store.add("looked", 1) == world["WORLD_SIZE"] - 1:
+        store.set("all looked", "1")
+    place = os.path.dirname(mark)
+    return "" if is_found else f"does not find the file that rank 0 has written to {place}"
 
 
 def rank_info(arguments: list[str]) -> dict:

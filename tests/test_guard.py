@@ -779,7 +779,7 @@ def test_a_rank_whose_script_has_ended_is_named_by_those_that_wait_for_it(launch
 NOT_SHARED = """if __import__("os").environ["RANK"] == "1":
     import os
 
-    os.path.exists = lambda path, real=os.path.exists: ".shared_" not in str(path) and real(path)
+    os.path.exists = lambda path, real=os.path.exists: ".mark_" not in str(path) and real(path)
 """
 
 
@@ -793,7 +793,7 @@ def test_a_node_that_does_not_see_the_run_directory_says_so_at_the_first_launch(
         return {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 
     result = run(2, script, f"--checkpoint-dir={tmp_path}/run", env=env, before=before)
-    warning = f"guard.py: WARNING: {HOST} does not see what rank 0 has written to {tmp_path}: "
+    warning = f"WARNING: {HOST} does not find the file that rank 0 has written to {tmp_path}: "
     assert result.codes == [0, 0] and (warning in result.err[1]) == bool(before), result.err
     assert os.listdir(tmp_path) == ["my_train.py"] and warning not in result.err[0]
 
