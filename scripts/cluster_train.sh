@@ -89,6 +89,7 @@ main() {
     [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
     read -r -a hosts < <(answer_of "$PYTHON" scripts/guard.py --hosts) || exit 2
 
+  # Each is the argument, else the launcher's variable, else that of the Slurm step, else from the list of hosts.
   local config="${given[0]:-configs/default_config.yaml}"
   local nodes="${given[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
   local rank="${given[2]:-}"
