@@ -111,7 +111,7 @@ STATUS = {  # types of what supervise.py reads in STATUS_FILE
 # Without these, a step of srun gets what Slurm has granted, whatever the job requested per task:
 # --gres on sbatch's command line does not change them.
 OF_THE_JOB = re.compile(
-    r"SLURM_([CG]PU_BIND.*|GPUS|HINT|NTASKS|NPROCS|TRES_BIND"
+    r"SLURM_([CG]PU_BIND.*|GPUS|HINT|NO_KILL|NTASKS|NPROCS|TRES_BIND"
     r"|([CG]PUS|MEM|NTASKS|THREADS|TRES)_PER_\w+)"
 )
 HOST = socket.gethostname()

@@ -244,7 +244,7 @@ def test_a_host_is_found_by_its_whole_name_or_by_the_only_one_like_it(tmp_path, 
 
 
 def test_srun_takes_from_sbatch_nothing_that_limits_a_step(tmp_path):
-    requested = "GPUS_PER_SOCKET CPUS_PER_GPU MEM_PER_GPU MEM_PER_CPU THREADS_PER_CORE HINT NTASKS"
+    requested = "GPUS_PER_SOCKET CPUS_PER_GPU MEM_PER_GPU THREADS_PER_CORE HINT NTASKS NO_KILL"
     env = {f"SLURM_{name}": "1" for name in [*requested.split(), "JOB_CPUS_PER_NODE", "JOB_ID"]}
     env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     write_program(tmp_path / "srun", "env | grep ^SLURM_ | sort")
