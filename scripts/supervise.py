@@ -420,6 +420,8 @@ class Supervisor:
     def attempt(self):
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
+        if self.count > 1:
+            self.drop_lost_nodes()
         self.files = self.directory / f"{HOST}_{os.getpid()}_{self.count}"
         shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
         try:
@@ -471,6 +473,18 @@ class Supervisor:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
         choose_master(env, self.command, self.nodes)
         return env
+
+    def drop_lost_nodes(self):
+        """After `sbatch --no-kill`, a job goes on without a lost node: Slurm no longer lists it."""
+        listed = slurm_job().get("NodeList")
+        if not listed:  # not in Slurm, or it does not answer
+            return
+        alive = (output_of("scontrol", "show", "hostnames", listed) or "").split()
+        lost = [node for node in self.job_nodes if node not in alive]
+        if lost and alive:
+            log(f"Slurm has lost {', '.join(lost)}: the other nodes go on")
+            self.job_nodes = alive
+            self.nodes = choose_nodes(alive, self.left_out, self.wanted)
 
     def command_on_nodes(self):
         """COMMAND; srun is told the nodes of this attempt."""

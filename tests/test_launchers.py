@@ -253,6 +253,21 @@ def test_srun_takes_from_sbatch_nothing_that_limits_a_step(tmp_path):
     assert result.stdout == "SLURM_JOB_CPUS_PER_NODE=1\nSLURM_JOB_ID=1\n"
 
 
+def test_a_node_that_slurm_has_lost_is_replaced_by_a_spare(tmp_path):
+    """Stand-ins, as Slurm 22.05 does it after `sbatch --no-kill`: the job's NodeList is shorter."""
+    lost = tmp_path / "lost"
+    nodes = (
+        f'test "$2" = job && {{ test -e {lost} && echo NodeList=n1,n3 || echo NodeList=n1,n2,n3; }}'
+    )
+    write_program(tmp_path / "scontrol", f"{nodes} || echo $3 | tr , '\\n'")
+    write_program(tmp_path / "srun", f'echo "$@"; test -e {lost} && exit; touch {lost}; exit 1')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "NNODES": "2"}
+    env |= {"SLURM_JOB_NODELIST": "n1,n2,n3", "LOG_DIR": str(tmp_path), "MASTER_PORT": "29400"}
+    command = ["scripts/supervise.py", "srun", "true"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    assert re.findall("--nodelist=(\\S+)", result.stdout) == ["n1,n2", "n1,n3"], result.stderr
+
+
 CONDA = """#!/bin/bash
 # Stands in for conda, which cannot be installed here: its output has the same form.
 echo {base}
