@@ -39,16 +39,19 @@ NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"
 DRY_RUN="${DRY_RUN:-}"
 
-# gpus_per_node: prints the number of GPUs that a step gets on each node. With --exclusive, that is what the
-# job requested, not all GPUs. SLURM_GPUS_PER_NODE does not reflect --gres on the command line.
+# gpus_per_node: prints the number of GPUs that a step gets on each node: what the job requested per node,
+# else what it got on each (--gpus). With --exclusive, it got all GPUs, but a step gets those requested.
+# SLURM_GPUS_PER_NODE is not read, because it does not reflect --gres on the command line.
 gpus_per_node() {
   local job="$SLURM_JOB_ID" numbers
   [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" # else all tasks
   job="$(scontrol show job --details "$job")"
+  # TresPerNode=gres:gpu:a100:4
   if [[ "$job" =~ TresPerNode=[^[:space:]]*gpu(:[^:,[:space:]]+)?:([0-9]+) ]]; then
     echo "${BASH_REMATCH[2]}"
     return
   fi
+  # Nodes=node01 CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)
   mapfile -t numbers < <(sed -nE 's/.* GRES=gpu(:[^:(]+)?:([0-9]+)\(.*/\2/p' <<<"$job" | sort -nu)
   ((${#numbers[@]} < 2)) || fail "the nodes have different numbers of GPUs (${numbers[*]}): use" \
     "run_distributed.slurm, or sbatch --gpus-per-node"
@@ -62,8 +65,7 @@ if [[ ! -f train_distributed.py ]]; then
 fi
 # shellcheck source=scripts/common.sh
 source scripts/common.sh
-[[ -n "${SLURM_JOB_ID:-}$DRY_RUN" ]] ||
-  fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
+check_slurm_job
 export REPO_ROOT="$PWD" PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
 # shellcheck source=scripts/site.sh
 source scripts/site.sh
@@ -79,6 +81,6 @@ cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -
 [[ -n "${SLURM_OVERCOMMIT:-}$DRY_RUN" || "$cores" -ge "$ranks" ]] || fail "the job has too few cores on a node" \
   "($cores) for $ranks ranks: request --ntasks-per-node=$ranks, or --overcommit"
 cores="$((cores > ranks ? cores / ranks : 1))"
-start "${PYTHON:-python3}" scripts/supervise.py \
+start "$PYTHON" scripts/supervise.py \
   "${srun[@]}" --ntasks-per-node="$ranks" --cpus-per-task="$cores" --kill-on-bad-exit=1 --cpu-bind=none \
   "${python[@]}" "${script[@]}" "${arguments[@]}"

@@ -50,12 +50,14 @@ answer_of() {
   "$@" | tail -n 1
 }
 
-# node_rank_among HOST...: prints the index of this host.
+# node_rank_among HOST...: prints the index of this host; without its domain, if no other has the same name.
 node_rank_among() {
-  local line
-  line="$(printf '%s\n' "${@%%.*}" | grep -nxF -e "$(hostname -s)")" ||
+  local lines
+  lines="$(printf '%s\n' "$@" | grep -nxF -e "$(hostname)")" ||
+    lines="$(printf '%s\n' "${@%%.*}" | grep -nxF -e "$(hostname -s)")" ||
     fail "this host is not one of: ${*:-none}. Give node_rank"
-  echo "$((${line%%:*} - 1))"
+  [[ "$lines" != *$'\n'* ]] || fail "this host may be each of: $*. Give node_rank"
+  echo "$((${lines%%:*} - 1))"
 }
 
 main() {
@@ -79,11 +81,15 @@ main() {
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
+  # Only Apptainer runs this script outside the container: with Pyxis, PYTHON of the host is not here.
+  [[ -n "${APPTAINER_IMAGE:-}" ]] || PYTHON="${python[0]}"
+  check_python "$PYTHON"
   # Not if the arguments, or Slurm and the launcher, say everything: a container may have no scontrol.
   [[ -n "${given[1]:-}" && -n "${given[2]:-}" && -n "${given[3]:-}" ]] ||
     [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
-    read -r -a hosts < <(answer_of "${PYTHON:-python3}" scripts/guard.py --hosts) || exit 2
+    read -r -a hosts < <(answer_of "$PYTHON" scripts/guard.py --hosts) || exit 2
 
+  # Each is the argument, else the launcher's variable, else that of the Slurm step, else from the list of hosts.
   local config="${given[0]:-configs/default_config.yaml}"
   local nodes="${given[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
   local rank="${given[2]:-}"
@@ -92,9 +98,12 @@ main() {
     [[ "$nodes" == 1 ]] || rank="${SLURM_NODEID:-$(node_rank_among "${hosts[@]}")}"
   fi
   local master="${given[3]:-${MASTER_ADDR:-${hosts[0]}}}" port="${given[4]:-$MASTER_PORT}"
-  [[ "$nodes" != 1 ]] || master=localhost
+  if [[ "$nodes" == 1 ]]; then
+    master=localhost
+    export STORE_KEY="${STORE_KEY:-$(</proc/sys/kernel/random/uuid)}"
+  fi
   # On one node, the port must be free here. On several, the launcher has chosen one.
-  [[ -n "$port" ]] || port="$(answer_of "${PYTHON:-python3}" scripts/guard.py --free-port)" || exit
+  [[ -n "$port" ]] || port="$(answer_of "$PYTHON" scripts/guard.py --free-port)" || exit
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
     fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
   set_program "$config" "$@"
@@ -127,6 +136,12 @@ main() {
   [[ -z "${PBS_JOBID:-}" || "${OMP_NUM_THREADS:-}" != "${NCPUS:-}" ]] || unset OMP_NUM_THREADS
   cores="$(nproc)" # this too would read OMP_NUM_THREADS
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC_PER_NODE ? cores / NPROC_PER_NODE : 1))}"
+  # In a pod of Kubeflow, these preset torchrun's options, such as another rendezvous.
+  local preset=("${!PET_@}")
+  if [[ ${#preset[@]} -gt 0 ]]; then
+    echo "cluster_train.sh: ${preset[*]}: ignored, because the options of torchrun are those above"
+    unset "${preset[@]}"
+  fi
   export LOGLEVEL="$LOG_LEVEL"
   if [[ "$LOG_LEVEL" == DEBUG ]]; then
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -136,7 +151,7 @@ main() {
   mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # Python itself, not a wrapper around it: it gets the signals.
-  exec "$(answer_of "${PYTHON:-python3}" -c 'import sys; print(sys.executable)')" \
+  exec "$(answer_of "$PYTHON" -c 'import sys; print(sys.executable)')" \
     scripts/run_torchrun.py "$logs/$log" "${command[@]}"
 }
 

@@ -13,12 +13,36 @@ fail() {
 # start COMMAND ...: prints the command; unless DRY_RUN is set, it replaces this script.
 start() {
   echo "\$$(printf ' %q' "$@")"
+  check_python "$1"
   [[ -n "$DRY_RUN" ]] || exec "$@"
 }
 
-# takes OPTION: whether the training script has it. Those that import train_distributed have its options.
+check_python() {
+  [[ -n "$DRY_RUN$(command -v "$1")" ]] || fail "$1 cannot be executed here: set PYTHON"
+}
+
+# check_slurm_job: for the scripts that sbatch starts.
+check_slurm_job() {
+  [[ -n "${SLURM_JOB_ID:-}$DRY_RUN" ]] ||
+    fail "submit this script with sbatch; without Slurm, use scripts/cluster_train.sh"
+  [[ -z "${SLURM_HET_SIZE:-}" ]] ||
+    fail "this is a heterogeneous job, of which srun would use the first component only: request all nodes alike"
+}
+
+# own_directory PATH: makes it, unless it exists; fails if another user has made it or could write to it.
+own_directory() {
+  mkdir -m 700 -- "$1" 2>/dev/null || true
+  [[ ! -L "$1" && -O "$1" && "$(stat -c %A -- "$1")" == d????-??-? ]] ||
+    fail "$(hostname): $1 cannot be made, or is open to other users: use another directory"
+}
+
+# takes OPTION: whether TRAIN_SCRIPT passes it to a function such as argparse's add_argument() or click's
+# option(), or has the trainer's options, because it calls main() of train_distributed.
 takes() {
-  grep -qsE -e "$1|^ *(from|import) +train_distributed" -- "$TRAIN_SCRIPT"
+  local comment='#[^\n]*+' quote="[\"']"
+  local declares="^[^#\n]*(add|arg|option)\w*\(([^()#]|$comment)*?$quote$1$quote"
+  local has_main='^ *from train_distributed import (\([^)]*|[^\n(]*)\bmain\b|^ *import train_distributed\b(?s:.*)\.main\('
+  grep -qsPz -e "(?m)$declares|$has_main" -- "$TRAIN_SCRIPT"
 }
 
 # split_config [CONFIG] [OPTION ...]: sets `config`, and the array `arguments` to the options.

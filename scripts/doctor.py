@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import signal
 import socket
 import statistics
@@ -31,14 +30,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import guard
 import node_check
 import report
-from node_check import Finding, existing, first_line
+from node_check import Finding, existing, first_line, run_directory
 from report import HOST, format_ranges, ranks_by_host, wait_for
 
 MEET_SECONDS = 20  # for all ranks to connect to the store
@@ -69,13 +67,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.set_defaults(nnodes=0)
     args, _ = parser.parse_known_args(argv)
     return args
-
-
-def run_directory(request: str) -> str:
-    """--checkpoint-dir or --save-dir of the training; request: of node_check.read_request()"""
-    found = re.findall(r"\b(?:checkpoint|save)[-_]dir(?:=|: *|\s)(?!null\b)(\S.*)", request)
-    directory = found[-1].strip("\"' ") if found else "checkpoints"
-    return os.path.expanduser(os.path.expandvars(directory))
 
 
 def print_findings(findings: list[Finding]) -> int:
@@ -153,17 +144,11 @@ class Rank:
         """Collective: every rank."""
         info = self.describe()
         self.meet(info)
-        first = self.infos[0]
-        self.mark = Path(first["directory"], f".doctor_{first['host']}_{first['pid']}")
         if self.rank == 0:
             self.compare_ranks()
-            with suppress(OSError):  # the check of the disks reports this
-                self.mark.touch()
         self.check("network", self.reach_nodes, "allow all ports between the nodes")
         remedy = "put --checkpoint-dir on a file system that all nodes share"
         self.check("run directory", self.find_mark, remedy)
-        if self.rank == 0:
-            self.mark.unlink(missing_ok=True)
         if self.size > 1 and None not in self.infos:
             guard.choose_interface(self.infos)
             remedy = "exclude the node, and tell the administrators"
@@ -315,13 +300,8 @@ class Rank:
 
     def find_mark(self) -> tuple[bool, str]:
         """Whether this node has the run directory of rank 0, which has written a file to it."""
-        directory = self.mark.parent
-        deadline = time.monotonic() + 10
-        while not self.mark.exists():
-            if time.monotonic() > deadline:
-                return False, f"does not find the file that rank 0 has written to {directory}"
-            time.sleep(0.1)
-        return True, f"{directory} is the same on all nodes"
+        problem = guard.find_mark(self.world, self.store, self.infos[0]["directory"])
+        return not problem, problem or f"{self.infos[0]['directory']} is the same on all nodes"
 
     def multiply(self) -> tuple[bool, str]:
         """Multiply matrices of small integers exactly: no sum reaches 2**24, in any order."""

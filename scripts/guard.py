@@ -11,6 +11,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - in an srun step, checks each node: see node_check.py (cluster_train.sh does it for torchrun);
 - checks before the script starts that all ranks are present, and run the same script and PyTorch
   version;
+- keeps compiled kernels on this node's disk, in a directory that no other user can write to;
 - on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
   memory, which speeds up training on CPUs;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without progress,
@@ -31,6 +32,8 @@ Environment:
     SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
                   collectives; 0: slow ranks are not named                  [60]
     CHECK_TRAINING  0: not whether the ranks train one model together         [1]
+    STORE_KEY     a secret of the job's ranks: other users cannot guess which keys of the
+                  store guard.py reads        [random, from supervise.py and launch.py]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
@@ -52,9 +55,11 @@ import re
 import runpy
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -120,6 +125,7 @@ def run_as_rank(arguments: list[str]) -> None:
     faulthandler.register(signal.SIGQUIT)  # prints all stacks; the run goes on
     configure_process(world)
     share_gpu(world)
+    choose_caches()
     keep_freed_memory()
     os.register_at_fork(before=wait_for_new_threads)
     watch = None
@@ -303,6 +309,24 @@ def share_gpu(world: dict[str, int]) -> None:
             say(f"guard.py: WARNING: {text}")
 
 
+def choose_caches() -> None:
+    """Unless they are set, put the caches of torch.compile and Triton on this node's disk.
+
+    PyTorch loads shared objects from its own choice, /tmp/torchinductor_USER, which another user
+    may have made first.
+    """
+    place = Path(tempfile.gettempdir(), f"train_{os.getuid()}")
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    facts = place.lstat()
+    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+    if not is_own or facts.st_mode & 0o022:
+        say(f"guard.py: WARNING: {place} on {HOST} is open to other users, and is not used")
+        place = tempfile.mkdtemp()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{place}/torch")
+    os.environ.setdefault("TRITON_CACHE_DIR", f"{place}/triton")
+
+
 def wait_for_new_threads() -> None:
     """Before a fork: wait for threads of gloo that are just entering Python. Has no other effect.
 
@@ -352,6 +376,8 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
     choose_interface(infos)
+    if world["WORLD_SIZE"] > world["LOCAL_WORLD_SIZE"]:
+        check_run_directory(world, store, arguments)
     return store, infos
 
 
@@ -368,6 +394,40 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
         for info in infos:
             del info["same"]  # the others need the rest only
     store.set("result", json.dumps([problem, infos]))
+
+
+def check_run_directory(world: dict[str, int], store, arguments: list[str]) -> None:
+    """Warn on each node that does not share the run directory, if the script has one."""
+    request = node_check.read_request(arguments)
+    if re.search("(checkpoint|save)[-_]dir", request):
+        problem = find_mark(world, store, node_check.run_directory(request))
+        if problem and world["LOCAL_RANK"] == 0:
+            remedy = "put the run directory where all nodes see it"
+            say(f"guard.py: WARNING: {HOST} {problem}: {remedy}")
+
+
+def find_mark(world: dict[str, int], store, directory: str) -> str:
+    """What is wrong if this rank does not see a file that rank 0 makes in this directory, or in
+    its nearest parent that exists; "" if it does. Collective: every rank.
+    """
+    if world["WORLD_SIZE"] == 1:
+        return ""
+    deadline = time.monotonic() + 10
+    if world["RANK"] == 0:
+        place = node_check.existing(Path(directory))
+        with suppress(OSError), tempfile.NamedTemporaryFile(dir=place, prefix=".mark_") as mark:
+            store.set("mark", mark.name)
+            wait_for(store, "all looked", deadline)
+        store.set("mark", "/")  # for ranks that are late, or if rank 0 cannot write there
+        return ""
+    mark = wait_for(store, "mark", deadline) or "/"
+    if not os.path.exists(mark):
+        time.sleep(3)  # a network file system may lag
+    is_found = os.path.exists(mark)
+    if store.add("looked", 1) == world["WORLD_SIZE"] - 1:
+        store.set("all looked", "1")
+    place = os.path.dirname(mark)
+    return "" if is_found else f"does not find the file that rank 0 has written to {place}"
 
 
 def rank_info(arguments: list[str]) -> dict:
@@ -428,7 +488,8 @@ def open_store(world: dict[str, int], timeout: float):
     )
     job = os.environ.get("ATTEMPT_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    return dist.PrefixStore(f"guard {job} {restart}", store)  # ranks of another job are not seen
+    key = os.environ.get("STORE_KEY")  # ranks of another job are not seen, and cannot guess this
+    return dist.PrefixStore(f"guard {job} {restart} {key}", store)
 
 
 def find_problem(infos: list[dict | None], timeout: float) -> str:

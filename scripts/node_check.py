@@ -101,16 +101,27 @@ def refuse(text: str, cause: str = "configuration") -> None:
     sys.exit(2)
 
 
+MAX_CONFIG = 1 << 20  # bytes of a configuration file
+
+
 def read_request(arguments: list[str]) -> str:
     """Lines: of the configuration files without comments, then the arguments, which count more."""
     texts = []
     for argument in arguments:
         path = Path(argument.split("=")[-1])  # FILE or --option=FILE
         with suppress(OSError):
-            if path.suffix in (".yaml", ".yml", ".json", ".toml") and path.is_file():
+            is_text = path.suffix in (".yaml", ".yml", ".json", ".toml") and path.is_file()
+            if is_text and path.stat().st_size < MAX_CONFIG:  # not a data set
                 text = path.read_text(errors="replace")
                 texts.append(re.sub(r"#.*", "", text))
     return "\n".join(texts + arguments)
+
+
+def run_directory(request: str) -> str:
+    """--checkpoint-dir or --save-dir of the training; request: of read_request()"""
+    found = re.findall(r"\b(?:checkpoint|save)[-_]dir(?:=|: *|\s)(?!null\b)(\S.*)", request)
+    directory = found[-1].strip("\"' ") if found else "checkpoints"
+    return os.path.expanduser(os.path.expandvars(directory))
 
 
 def check_backend(request: str, ranks: int, gpu_count: int) -> None:
@@ -408,6 +419,19 @@ def environment() -> list[Finding]:
         value = os.environ.get(name, "")
         if re.fullmatch(values, value):
             findings.append(Finding("WARN", "environment", f"{name}={value} {effect}", "unset it"))
+    reports = Path(os.environ.get("FAILURE_FILE", "/none")).parent
+    if not reports.is_dir():
+        text = (
+            f"{reports} is not here, so errors and stops do not pass between supervise.py and ranks"
+        )
+        remedy = "set LOG_DIR to a directory that all nodes see"
+        findings.append(Finding("WARN", "environment", text, remedy))
+    for place in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if place and any(Path(place).glob("*.dist-info")):
+            text = f"PYTHONPATH has packages in {place}, which replace those of {sys.executable}"
+            findings.append(
+                Finding("WARN", "environment", text, "unset it if you do not need them")
+            )
     return findings or [Finding("OK", "environment", "no harmful variables")]
 
 

@@ -34,7 +34,9 @@ install() {
     echo "Creating $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV" || fail "$PYTHON cannot create $VENV: on Debian, install python3-venv"
   fi
-  local pip=("$VENV/bin/pip" --quiet --disable-pip-version-check) torch
+  # Variables that make pip install elsewhere, or find packages elsewhere, are for other environments.
+  local pip=(env -u PYTHONPATH -u PIP_TARGET -u PIP_PREFIX PIP_USER=0 "$VENV/bin/pip") torch
+  pip+=(--quiet --disable-pip-version-check)
   if [[ -n "$TORCH_INDEX" ]] && ! grep -qsxF -e "$TORCH_INDEX" "$VENV/installed-torch-index.txt"; then
     [[ "$TORCH_INDEX" == *://* ]] || TORCH_INDEX="https://download.pytorch.org/whl/$TORCH_INDEX"
     echo "Installing PyTorch from $TORCH_INDEX into $VENV"
@@ -43,12 +45,16 @@ install() {
     "${pip[@]}" uninstall --yes torch torchvision
     "${pip[@]}" install --index-url "$TORCH_INDEX" "${torch[@]}" ||
       fail "pip could not install PyTorch from TORCH_INDEX=$TORCH_INDEX: see its message above"
-    printf '%s\n' "$TORCH_INDEX" "${TORCH_INDEX##*/}" >"$VENV/installed-torch-index.txt"
   fi
   if ! cmp -s requirements.txt "$VENV/installed-requirements.txt"; then
     echo "Installing requirements.txt into $VENV (if PyTorch is missing: 5 GB, some minutes)"
     "${pip[@]}" install -r requirements.txt ||
       fail "pip could not install requirements.txt: see its message above"
+    env -u PYTHONPATH "$VENV/bin/python" -c '
+import torch, torchvision
+torchvision.ops.nms(torch.eye(4), torch.ones(4), 0.5)' || # a pair that does not fit has no operators
+      fail "torch and torchvision in $VENV do not work together: remove $VENV, and try another TORCH_INDEX, or none"
+    [[ -z "$TORCH_INDEX" ]] || printf '%s\n' "$TORCH_INDEX" "${TORCH_INDEX##*/}" >"$VENV/installed-torch-index.txt"
     cp requirements.txt "$VENV/installed-requirements.txt"
   fi
 }

@@ -107,6 +107,14 @@ def rank_of(process: int) -> str:
     return ""
 
 
+def end_of(path) -> str:
+    """The last 100,000 bytes of a file, which may be larger than the memory."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 100_000))
+        return file.read().decode(errors="replace")
+
+
 def wait_for(store, key: str, deadline: float) -> str | None:
     """The value of a key in the store; None if it is not set before the deadline.
 

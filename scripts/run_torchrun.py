@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import memory
-from report import HOST, parent_of, rank_of, say, write_failure
+from report import HOST, end_of, parent_of, rank_of, say, write_failure
 
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
@@ -186,7 +186,7 @@ def report_killed_rank(kills: int, log: str, stopped_ranks: list[int]) -> None:
         say(f"cluster_train.sh: error: {HOST}: {memory.KILLED}")
         write_failure("out of memory", memory.KILLED, None)
         return
-    text = Path(log).read_text(errors="replace")
+    text = end_of(log)
     _, found, report = text.rpartition("\nRoot Cause")  # torchrun's
     killed = re.search(r"^ *rank +: (\d+)(?:.*\n)+?.*Signal \d+ \((SIG\w+)\)", report, re.M)
     if found and killed and not stopped_ranks:

@@ -3,7 +3,8 @@
 # node, in the repository, before it starts Python, and uses the array `python` as its Python command. By
 # default everything is off or detected automatically: edit what you need. The launcher defines `fail`.
 
-# A job submitted from within a training has inherited that training's variables, or those of one of its ranks.
+# A job submitted from within a training has inherited that training's variables, or those of one of its
+# ranks. Then ATTEMPT_ID, which supervise.py begins with the id of its job, is another job's, or missing.
 job="${SLURM_JOB_ID:-${PBS_JOBID:-}}"
 if [[ -n "$job" && -n "${ATTEMPT_ID:-}${RANK:-}" && "${ATTEMPT_ID:-}" != "$job"[.-]* ]]; then
   unset ATTEMPT ATTEMPT_ID DEADLINE STATUS_FILE FAILURE_FILE STOP_FILE EVENTS_FILE NODES_FILE EXCLUDED_NODES \
@@ -12,13 +13,12 @@ if [[ -n "$job" && -n "${ATTEMPT_ID:-}${RANK:-}" && "${ATTEMPT_ID:-}" != "$job"[
 fi
 
 set +eu # modules and conda use unset variables
-# A line that loads a module and fails ends the launch; others may fail harmlessly.
-trap '[[ $BASH_SOURCE != */site.sh ]] || site_failed $LINENO' ERR
+# A line that loads a module and fails ends the launch; others may fail harmlessly. The line is read from this
+# file, because BASH_COMMAND would be the last command inside the function `module`.
+trap '[[ $BASH_SOURCE != */site.sh ]] || site_failed $LINENO "$(sed -n "${LINENO}p" scripts/site.sh)"' ERR
 site_failed() {
-  local line text
-  line="$(sed -n "$1p" scripts/site.sh)"
-  text="line $1 of scripts/site.sh failed: $line"
-  [[ "$line" != *module\ * ]] || fail "$text"
+  local text="line $1 of scripts/site.sh failed: $2"
+  [[ "$2" != *module\ * ]] || fail "$text"
   echo "WARNING: $(hostname): $text" >&2
 }
 
@@ -54,8 +54,8 @@ else
     [[ -n "${PYTHON:-}" || ! -x "$environment/bin/python" ]] || PYTHON="$environment/bin/python"
   done
 fi
-python=("${PYTHON:-python3}")
-[[ -n "${DRY_RUN:-}$(command -v "${python[0]}")" ]] || fail "${python[0]} cannot be executed here: set PYTHON"
+PYTHON="${PYTHON:-python3}" # for what runs outside the container
+python=("$PYTHON")          # for the ranks
 
 # ---- container: APPTAINER_IMAGE=/shared/pytorch.sif runs the ranks in that image. Apptainer itself reads
 # APPTAINER_BIND=/data,/scratch, for more directories than this repository.
@@ -68,11 +68,11 @@ fi
 # ---- Slurm: all steps are started with this command. Without --export=ALL, they would inherit
 # `sbatch --export=NONE` and lose the variables that the launcher sets.
 srun=(srun --export=ALL)
-# srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data")    # Pyxis and Enroot:
-# python=(python3)    # that of the container, where .venv may not work
+# Pyxis and Enroot: image, directories that it sees, and the container's Python. PYTHON is then for supervise.py.
+# srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data" --container-workdir="$PWD")
+# python=(python3)
 
-# ---- caches of compiled kernels, on this node's own disk: a home directory may be small or shared
-export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_$(id -un)}" # torch.compile's is there already
+# ---- caches of compiled kernels: guard.py puts them on each node's own disk (TMPDIR or /tmp)
 # export TORCHINDUCTOR_CACHE_DIR="/scratch/$USER/torch_cache"    # kept between jobs, if TMPDIR is not
 
 # ---- network. NCCL detects NVLink and InfiniBand; set a variable only if a test shows that you must.

@@ -111,8 +111,8 @@ STATUS = {  # types of what supervise.py reads in STATUS_FILE
 # Without these, a step of srun gets what Slurm has granted, whatever the job requested per task:
 # --gres on sbatch's command line does not change them.
 OF_THE_JOB = re.compile(
-    "SLURM_([CG]PU_BIND.*|GPUS|GPUS_PER_(NODE|TASK)|CPUS_PER_TASK|NTASKS|NTASKS_PER_(GPU|NODE)"
-    "|NPROCS|TRES_PER_TASK|TRES_BIND)"
+    r"SLURM_([CG]PU_BIND.*|GPUS|HINT|NO_KILL|NTASKS|NPROCS|TRES_BIND"
+    r"|([CG]PUS|MEM|NTASKS|THREADS|TRES)_PER_\w+)"
 )
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -420,10 +420,12 @@ class Supervisor:
     def attempt(self):
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
+        if self.count > 1:
+            self.drop_lost_nodes()
         self.files = self.directory / f"{HOST}_{os.getpid()}_{self.count}"
         shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
         try:
-            self.files.mkdir(parents=True)
+            self.files.mkdir(0o700, parents=True)
         except OSError as error:
             self.files = Path(tempfile.mkdtemp())
             what = "a stop reaches ranks on this host only: set LOG_DIR"
@@ -462,6 +464,7 @@ class Supervisor:
         env = dict(os.environ)
         env["ATTEMPT"] = str(self.count)
         env["ATTEMPT_ID"] = f"{self.job}.{1000 * number('SLURM_RESTART_COUNT') + self.count}"
+        env["STORE_KEY"] = os.urandom(8).hex()  # see scripts/guard.py
         for name in FILES:
             env[name] = str(self.files / name)
         if self.deadline < float("inf"):
@@ -470,6 +473,18 @@ class Supervisor:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
         choose_master(env, self.command, self.nodes)
         return env
+
+    def drop_lost_nodes(self):
+        """After `sbatch --no-kill`, a job goes on without a lost node: Slurm no longer lists it."""
+        listed = slurm_job().get("NodeList")
+        if not listed:  # not in Slurm, or it does not answer
+            return
+        alive = (output_of("scontrol", "show", "hostnames", listed) or "").split()
+        lost = [node for node in self.job_nodes if node not in alive]
+        if lost and alive:
+            log(f"Slurm has lost {', '.join(lost)}: the other nodes go on")
+            self.job_nodes = alive
+            self.nodes = choose_nodes(alive, self.left_out, self.wanted)
 
     def command_on_nodes(self):
         """COMMAND; srun is told the nodes of this attempt."""
@@ -617,7 +632,9 @@ class Supervisor:
         text = "".join(json.dumps(record) + "\n" for record in records)
         new = self.log_file().with_name(f".attempts.{os.getpid()}.tmp")
         try:
-            new.write_text(text)
+            new.unlink(missing_ok=True)
+            with open(new, "x") as file:  # it follows no link
+                file.write(text)
             new.replace(self.log_file())
         except OSError as error:
             log(f"WARNING: cannot write {self.log_file()}: {error}")
@@ -647,18 +664,18 @@ def choose_master(env, command, nodes):
 
     master = env.get("MASTER_ADDR") or nodes[0]
     port = env.get("MASTER_PORT") or port_of_job(env)
-    if not env.get("MASTER_PORT") and name_among([HOST], master):
+    if not env.get("MASTER_PORT") and name_among(nodes, HOST) == master:
         port = free_port(port)
     env["MASTER_ADDR"] = master
     env["MASTER_PORT"] = str(port)
 
 
 def name_among(nodes, host):
-    """The node's name in this list: the same, or the same up to the first dot. None: not there."""
-    for node in nodes:
-        if node.split(".")[0] == host.split(".")[0]:
-            return node
-    return None
+    """The host's name in the list, also without its domain if only one has that. None: neither."""
+    if host in nodes:
+        return host
+    similar = [node for node in nodes if node.split(".")[0] == host.split(".")[0]]
+    return similar[0] if len(similar) == 1 else None
 
 
 def steps(status):
@@ -677,8 +694,12 @@ def steps(status):
 
 def last_recorded_step(run_dir):
     """The step of the last record in metrics.jsonl; 0 if there is none."""
+    from report import end_of  # an older Python cannot read that file
+
     step = 0
-    last_lines = lines_of(Path(run_dir) / "metrics.jsonl")[-3:]
+    last_lines = []
+    with suppress(OSError):
+        last_lines = end_of(Path(run_dir) / "metrics.jsonl").splitlines()[-3:]
     for record in parse_lines(last_lines):  # the last line may be incomplete
         if isinstance(record.get("step"), NUMBER):
             step = record["step"]

@@ -49,7 +49,7 @@ COMMANDS = {
     r"^scripts/supervise.py scripts/ssh|^NNODES=2": "tests/cluster/test_ssh.py",
     r"^srun --jobid|^tmux|^ssh NODE": "for a terminal",
     r"^srun .*bash -c 'hostname|^srun --label|^ssh HOST": "tests/cluster/test_guide.py",
-    r"^srun .*bash -c 'mkdir": "needs the data of a site",
+    r"^srun .*own_directory": "needs the data of a site",
     r"^SHARE_GPU|^nvidia-smi|^benchmarks/on_gpu|^sbatch --gpus=2": "needs a GPU",
     r"^conda|^CONDA_ENV|conda info": "tests/test_launchers.py, with a stand-in for conda",
     r"^pip install|^TORCH_INDEX|import torchvision; ": "downloads packages or data",

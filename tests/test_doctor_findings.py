@@ -212,8 +212,8 @@ def test_two_healthy_nodes(nodes):
 def test_the_faults_of_one_node_are_named(nodes):
     code = """if rank == 1:
         torch.__version__ = type(torch.__version__)("2.9.1")
-        exists = doctor.Path.exists  # the run directory is not shared
-        doctor.Path.exists = lambda path: exists(path) and ".doctor_" not in path.name
+        exists = os.path.exists  # the run directory is not shared
+        os.path.exists = lambda path: exists(path) and ".mark_" not in str(path)
         doctor.Rank.listen = lambda self: 1
         torch.Tensor.double = lambda product: product.to(torch.float64) + 1
     """

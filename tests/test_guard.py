@@ -776,10 +776,34 @@ def test_a_rank_whose_script_has_ended_is_named_by_those_that_wait_for_it(launch
     assert text in result.err[0] + result.err[2] and text in failure_of(result)["reason"]
 
 
-def test_a_process_of_another_job_does_not_disturb_the_job(tmp_path):
+NOT_SHARED = """if __import__("os").environ["RANK"] == "1":
+    import os
+
+    os.path.exists = lambda path, real=os.path.exists: ".mark_" not in str(path) and real(path)
+"""
+
+
+@pytest.mark.parametrize("before", ["", NOT_SHARED])
+def test_a_node_that_does_not_see_the_run_directory_says_so_at_the_first_launch(tmp_path, before):
+    """Simulated here."""
+    script = tmp_path / "my_train.py"
+    script.write_text("print('the script ran')\n")
+
+    def env(_rank) -> dict:
+        return {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+
+    result = run(2, script, f"--checkpoint-dir={tmp_path}/run", env=env, before=before)
+    warning = f"WARNING: {HOST} does not find the file that rank 0 has written to {tmp_path}: "
+    assert result.codes == [0, 0] and (warning in result.err[1]) == bool(before), result.err
+    assert os.listdir(tmp_path) == ["my_train.py"] and warning not in result.err[0]
+
+
+@pytest.mark.parametrize("other", [{"ATTEMPT_ID": "8.1"}, {"STORE_KEY": "guessed"}])
+def test_a_process_of_another_job_or_user_does_not_disturb_the_job(tmp_path, other):
+    own = {"ATTEMPT_ID": "7.1", "STORE_KEY": "secret", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+
     def env(rank) -> dict:
-        stray = {"ATTEMPT_ID": "8.1", "WORLD_SIZE": 3, "RANK_TIMEOUT": "5"}
-        own = {"ATTEMPT_ID": "7.1", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        stray = own | other | {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "RANK_TIMEOUT": "5"}
         return stray if rank == 2 else own
 
     def during(processes):

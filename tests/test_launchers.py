@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import supervise
 from harness import (
     OLD_PYTHONS,
     REPO,
@@ -27,6 +28,7 @@ from harness import (
 CONFIG = "configs/default_config.yaml"
 SSH = "scripts/ssh/launch_torchrun_auto.sh"
 HAND = "scripts/ssh/launch_multinode.sh"
+HETEROGENEOUS = ["env", "SLURM_JOB_ID=17", "SLURM_HET_SIZE=2", "bash"]
 
 
 APPTAINER = """import signal, subprocess, sys
@@ -179,6 +181,93 @@ def test_an_old_python_around_a_container_is_reported(tmp_path):
     assert result.returncode == 2 and text in result.stderr and "Traceback" not in result.stderr
 
 
+# srun with Pyxis: in the container, the directory is the image's, and the host's Python is missing.
+PYXIS = """
+cd {image}
+for word; do
+  case "$word" in --container-workdir=*) cd "${{word#*=}}";; esac
+done
+while [ "${{1#-}}" != "$1" ]; do shift; done
+mv {host_python} {host_python}.outside
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=1
+export SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NODELIST=n1
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("launcher", ["run_distributed.slurm", "slurm_train_multinode.sh"])
+def test_the_two_lines_for_pyxis_are_all_that_a_container_needs(tmp_path, clone, launcher):
+    """Stand-ins for Slurm with Pyxis, which cannot be installed here."""
+    site = clone / "scripts/site.sh"
+    site.write_text(re.sub(r"(?m)^# (srun\+=\(--cont|python=\(python3)", r"\1", site.read_text()))
+    host_python = tmp_path / "python"
+    host_python.symlink_to(sys.executable)
+    (tmp_path / "image").mkdir()
+    text = PYXIS.format(image=tmp_path / "image", host_python=host_python)
+    write_program(tmp_path / "bin/srun", text)
+    write_program(tmp_path / "bin/scontrol", "echo n1")
+    write_program(tmp_path / "bin/python3", f'exec {sys.executable} "$@"')
+    script = tmp_path / "my_train.py"
+    script.write_text("print('the script ran')\n")
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHON": str(host_python)}
+    env |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "MASTER_PORT": "29400"}
+    env |= {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "1", "MAX_RESTARTS": "0"}
+    command = ["bash", launcher]
+    result = subprocess.run(
+        command, cwd=clone, env=os.environ | env, capture_output=True, text=True
+    )
+    assert "the script ran\n" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank"),
+    [
+        ("gpu1.rack1 gpu1.rack2", 1),
+        ("gpu2.cluster gpu1.cluster", 1),
+        ("gpu1", 0),
+        ("gpu1.a gpu1.b", None),
+        ("gpu2", None),
+    ],
+)
+def test_a_host_is_found_by_its_whole_name_or_by_the_only_one_like_it(tmp_path, hosts, rank):
+    write_program(tmp_path / "bin/hostname", 'test "$1" = -s && echo gpu1 || echo gpu1.rack2')
+    nodes = tmp_path / "nodes"
+    nodes.write_text(hosts.replace(" ", "\n"))
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PBS_NODEFILE": str(nodes)}
+    env |= {"DRY_RUN": "1", "PYTHON": sys.executable, "MASTER_PORT": "29400"}
+    command = ["scripts/cluster_train.sh", CONFIG, "3"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    expected = f"--node-rank {rank} " if rank is not None else "Give node_rank"
+    assert expected in result.stdout + result.stderr
+    name = supervise.name_among(hosts.split(), "gpu1.rack2")
+    assert name == (hosts.split()[rank] if rank is not None else None)
+
+
+def test_srun_takes_from_sbatch_nothing_that_limits_a_step(tmp_path):
+    requested = "GPUS_PER_SOCKET CPUS_PER_GPU MEM_PER_GPU THREADS_PER_CORE HINT NTASKS NO_KILL"
+    env = {f"SLURM_{name}": "1" for name in [*requested.split(), "JOB_CPUS_PER_NODE", "JOB_ID"]}
+    env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    write_program(tmp_path / "srun", "env | grep ^SLURM_ | sort")
+    command = ["scripts/supervise.py", "srun", "true"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    assert result.stdout == "SLURM_JOB_CPUS_PER_NODE=1\nSLURM_JOB_ID=1\n"
+
+
+def test_a_node_that_slurm_has_lost_is_replaced_by_a_spare(tmp_path):
+    """Stand-ins, as Slurm 22.05 does it after `sbatch --no-kill`: the job's NodeList is shorter."""
+    lost = tmp_path / "lost"
+    nodes = (
+        f'test "$2" = job && {{ test -e {lost} && echo NodeList=n1,n3 || echo NodeList=n1,n2,n3; }}'
+    )
+    write_program(tmp_path / "scontrol", f"{nodes} || echo $3 | tr , '\\n'")
+    write_program(tmp_path / "srun", f'echo "$@"; test -e {lost} && exit; touch {lost}; exit 1')
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "NNODES": "2"}
+    env |= {"SLURM_JOB_NODELIST": "n1,n2,n3", "LOG_DIR": str(tmp_path), "MASTER_PORT": "29400"}
+    command = ["scripts/supervise.py", "srun", "true"]
+    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    assert re.findall("--nodelist=(\\S+)", result.stdout) == ["n1,n2", "n1,n3"], result.stderr
+
+
 CONDA = """#!/bin/bash
 # Stands in for conda, which cannot be installed here: its output has the same form.
 echo {base}
@@ -290,7 +379,8 @@ def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
 
 
 def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
-    """A Python that prints when it starts, a script elsewhere, and what changes bash and Python."""
+    """A Python that prints when it starts, a script elsewhere, what changes bash and Python, and
+    Kubeflow's options for torchrun."""
     python = write_program(tmp_path / "python", f'echo loading; exec {sys.executable} "$@"')
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
     (tmp_path / "scripts").mkdir()  # with CDPATH, `cd scripts` would go there
@@ -298,8 +388,23 @@ def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
     script.write_text("import train_distributed\nprint('the script ran')\n")
     env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     env |= dict.fromkeys(("POSIXLY_CORRECT", "PYTHONSAFEPATH", "CDPATH"), str(tmp_path))
+    env |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "absent.invalid:1", "PET_NNODES": "2"}
     result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script), "GUARD": "0"})
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
+    assert "PET_NNODES PET_RDZV_BACKEND PET_RDZV_ENDPOINT: ignored" in result.stdout
+
+
+def test_each_attempt_has_a_secret_of_its_own_for_the_store(tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text("import os\nprint(f'KEY {os.environ[\"STORE_KEY\"]}')\nraise SystemExit(1)\n")
+    env = {"PYTHON": sys.executable, "GUARD": "0", "TRAIN_SCRIPT": str(script)}
+    env |= {"LOG_DIR": str(tmp_path), "MAX_RESTARTS": "1"}
+    keys = []
+    for before in (["scripts/supervise.py"], []):
+        command = [*before, "scripts/ssh/launch_singlenode.sh", CONFIG, "1"]
+        result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True)
+        keys += re.findall(r"KEY (\S{16,})", result.stdout.decode())
+    assert len(set(keys)) == 3, keys
 
 
 ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
@@ -321,7 +426,13 @@ def test_after_two_dashes_a_script_or_a_module_gets_its_own_arguments(tmp_path, 
     [
         (ARGPARSE, []),
         (ARGPARSE + "parser.add_argument('--config')\n", ["--config", CONFIG]),
-        ("from train_distributed import Task, main\n", ["--config", CONFIG]),
+        (ARGPARSE + "parser.add_argument(  # (YAML)\n    '--config')", ["--config", CONFIG]),
+        ("from train_distributed import (\n    Task,\n    main,\n)\n", ["--config", CONFIG]),
+        ("import train_distributed as trainer\ntrainer.main()\n", ["--config", CONFIG]),
+        ("from train_distributed import load_model\ndef main():\n    pass\n", []),
+        (ARGPARSE + "parser.add_argument('--config-file')\n", []),
+        (ARGPARSE + "parser.add_argument('--file', help='not --config')  # no '--config'\n", []),
+        (ARGPARSE + "parser.add_argument(\n# '--config',\n'--file')\nprint('--config')", []),
     ],
 )
 @pytest.mark.parametrize("launcher", ["scripts/cluster_train.sh", "slurm_train_multinode.sh"])
@@ -503,6 +614,30 @@ def test_a_rank_that_was_killed_is_reported(tmp_path):
     assert (facts["cause"], facts["rank"], facts["reason"]) == ("killed", 1, "ended by SIGKILL")
 
 
+READ_THE_END = {
+    "a log of a node": "-m run_torchrun {file} bash -c 'echo the end; exit 9'",
+    "a log of a host": "-c 'import launch; launch.show_end(\"{file}\"); exit(9)'",
+    "the metrics": "-c 'import supervise; exit(supervise.last_recorded_step(\"{directory}\"))'",
+}
+
+
+@pytest.mark.parametrize("name", READ_THE_END)
+def test_only_the_end_of_a_long_file_is_read(tmp_path, name):
+    file = tmp_path / "metrics.jsonl"
+    with open(file, "wb") as log:
+        log.truncate(1 << 30)
+        log.seek(1 << 30)
+        log.write(b'\n{"step": 9}\n')
+    command = READ_THE_END[name].format(file=file, directory=tmp_path)
+    path = f"{REPO}/scripts:{REPO}/scripts/ssh"
+    result = subprocess.run(
+        ["bash", "-c", f"ulimit -v 700000; exec {sys.executable} {command}"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+    )
+    assert result.returncode == 9, result.stderr
+
+
 def run_cluster_train(env) -> subprocess.CompletedProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = ["scripts/cluster_train.sh", CONFIG]
@@ -518,6 +653,7 @@ def run_cluster_train(env) -> subprocess.CompletedProcess:
         ([SSH, "--epochs", "2", "node01"], "the arguments are CONFIG "),
         ([SSH, CONFIG, "2", "node01", "node01"], "node01 is named twice"),
         ([SSH, CONFIG, "2", "node01;id"], "'node01;id' is not a host name"),
+        ([SSH, CONFIG, "2", "me@node01"], "set another user in ~/.ssh/config"),
         (["scripts/ssh/launch_singlenode.sh", "--epochs", "3"], "the arguments are CONFIG GPUS "),
         (["scripts/ssh/launch_singlenode.sh", CONFIG, "two"], "'two' is not a number of GPUs"),
         (
@@ -532,6 +668,8 @@ def run_cluster_train(env) -> subprocess.CompletedProcess:
         (["env", "LOG_DIR=/dev/null/logs", SSH, CONFIG, "2", "a"], "cannot write to /dev/null/l"),
         (["bash", "run_distributed.slurm"], "submit this script with sbatch; "),
         (["bash", "slurm_train_multinode.sh"], "submit this script with sbatch; "),
+        ([*HETEROGENEOUS, "run_distributed.slurm"], "this is a heterogeneous job"),
+        ([*HETEROGENEOUS, "slurm_train_multinode.sh"], "this is a heterogeneous job"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(words, message):

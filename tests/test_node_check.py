@@ -208,6 +208,24 @@ def test_harmful_variables_are_warnings(check):
     lines = error.splitlines()
     assert len(lines) == 3 and all(map(str.startswith, lines, starts)), lines
     assert check("x.py", NCCL_P2P_DISABLE="0")[2] == ""
+    (line,) = check("x.py", FAILURE_FILE="/absent/logs/failure")[2].splitlines()
+    assert "/absent/logs is not here" in line and "set LOG_DIR to a directory" in line
+
+
+def test_packages_in_pythonpath_are_a_warning_unless_they_are_code(check, tmp_path):
+    (tmp_path / "packages/numpy-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "code").mkdir()
+    places = f"{tmp_path}/code:{tmp_path}/packages:"
+    (line,) = check("x.py", PYTHONPATH=places)[2].splitlines()
+    assert f"PYTHONPATH has packages in {tmp_path}/packages, which replace" in line
+
+
+def test_a_data_set_among_the_arguments_is_not_read(check, tmp_path):
+    with open(tmp_path / "train.json", "wb") as file:
+        file.truncate(4 << 30)
+    words = ["-c", 'ulimit -v 2000000; exec "$@"', "bash", sys.executable, NODE_CHECK, "x.py"]
+    result = subprocess.run(["bash", *words, tmp_path / "train.json"], env=ENV, capture_output=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_problems_of_the_gpus_are_warnings(monkeypatch, tmp_path, capfd):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import REPO, load, running
+from harness import REPO, load, running, write_program
 
 SOURCED = ("common.sh", "site.sh")
 SHELL_SCRIPTS = sorted(
@@ -62,6 +62,22 @@ def test_quickstart_without_a_suitable_python(tmp_path):
         "PYTHON\n"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quickstart_does_not_keep_a_torch_and_a_torchvision_that_do_not_fit(tmp_path):
+    """Stand-ins for pip, whose variables are those of other environments, and for Python."""
+    venv = tmp_path / "venv"
+    log = tmp_path / "pip.txt"
+    write_program(venv / "bin/pip", f'echo "$PIP_USER $PYTHONPATH$PIP_TARGET $*" >>{log}')
+    for fits in (False, False, True, True):
+        write_program(venv / "bin/python", "true" if fits else "echo no nms >&2; exit 1")
+        env = {"VENV": venv, "TORCH_INDEX": "cpu", "PYTHONPATH": "/other", "PIP_TARGET": "/other"}
+        env = {name: str(value) for name, value in env.items()}
+        result = run(REPO / "scripts/quickstart.sh", "--install-only", PIP_USER="1", **env)
+        assert result.returncode == (0 if fits else 2)
+        assert fits or result.stderr.splitlines()[-1].startswith("quickstart.sh: error: torch and ")
+    lines = log.read_text().splitlines()
+    assert len(lines) == 9 and all(line.startswith("0  ") for line in lines), lines
 
 
 def test_plots_compare_runs(tmp_path):

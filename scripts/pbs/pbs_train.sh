@@ -46,5 +46,5 @@ export REPO_ROOT="$PWD"
 # shellcheck source=scripts/site.sh
 source scripts/site.sh
 split_config "$@"
-export PYTHON="${PYTHON:-python3}" # also on the nodes, whose python3 may be too old
+export PYTHON # also on the nodes, whose python3 may be too old
 start "$PYTHON" scripts/supervise.py "$PYTHON" scripts/ssh/launch.py --pbs -- "$config" "${arguments[@]}"

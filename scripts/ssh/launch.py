@@ -97,6 +97,7 @@ def main():
     master = os.environ.get("MASTER_ADDR") or hosts[0]
     port = os.environ.get("MASTER_PORT") or str(random.randrange(15000, 30000))
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
+    os.environ.setdefault("STORE_KEY", os.urandom(8).hex())  # see scripts/guard.py
     signals = record_signals()
     nodes = []
     for rank, host in enumerate(hosts):
@@ -336,10 +337,10 @@ def record_signals():
 
 
 def show_end(path):
-    with suppress(OSError), open(path, errors="replace") as log:
-        lines = log.readlines()[-15:]
-        text = "  ".join(lines).rstrip()
-        say(f"the end of {path}:\n  {text}")
+    tail = subprocess.run(["tail", "-c", "4000", path], stdout=subprocess.PIPE)
+    lines = tail.stdout.decode(errors="replace").splitlines()[-15:]
+    text = "\n  ".join(lines)
+    say(f"the end of {path}:\n  {text}")
 
 
 def fail(text):

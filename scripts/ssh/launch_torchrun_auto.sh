@@ -39,7 +39,8 @@ hosts=()
 command=(env "NPROC_PER_NODE=$2" scripts/ssh/launch.py)
 shift 2
 while [[ $# -gt 0 && "$1" != -* ]]; do
-  [[ "$1" =~ ^[A-Za-z0-9][A-Za-z0-9.:_-]*$ ]] || fail "'$1' is not a host name"
+  [[ "$1" =~ ^[A-Za-z0-9][A-Za-z0-9.:_-]*$ ]] ||
+    fail "'$1' is not a host name: set another user in ~/.ssh/config, and another path with REPO_ROOT"
   [[ " ${hosts[*]} " != *" $1 "* ]] || fail "$1 is named twice"
   hosts+=("$1")
   shift

@@ -48,7 +48,9 @@ def test_one_node_of_four_without_torchrun(cluster, repo, probe):
     ids=str,
 )
 def test_one_rank_per_gpu_whatever_the_job_requests_per_task(cluster, repo, probe, launcher, words):
-    code, text = cluster.sbatch(repo, "--nodes=2", *words, launcher, **probe)
+    """Also if it was submitted from within a job that requested something else."""
+    outer = {"SLURM_GPUS_PER_SOCKET": "4", "SLURM_THREADS_PER_CORE": "1", "SLURM_MEM_PER_GPU": "9"}
+    code, text = cluster.sbatch(repo, "--nodes=2", *words, launcher, **probe, **outer)
     assert code == 0, text
     records = probed(text)
     where = [(r["rank"], r["local_rank"], r["host"], r["gpus"]) for r in records]
