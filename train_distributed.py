@@ -6,7 +6,8 @@
     srun -n 4 python scripts/guard.py train_distributed.py          # Slurm: one task for each GPU
 
 Your data, model, optimizer, loss and metrics replace those of the class Task, just below: edit it,
-or subclass it in a file of your own (see examples/) that ends with main(MyTask()).
+or subclass it in a file of your own (see examples/) that ends with main(MyTask()). To own the
+training loop, copy train_minimal.py instead.
 
 A rank is one process with one GPU. Every rank must call each function marked "collective", or the
 other ranks hang. A step uses --global-batch-size samples, in micro-batches of --batch-size that are
@@ -20,7 +21,11 @@ file SAVE in --checkpoint-dir saves and continues, a file PROFILE records five s
 the same command. To use the trained model, see load_model(). Exit code: 0 finished or saved; 2 user
 error; 130 second Ctrl-C.
 
-Sections: TASK, TRAINING, DATA, DISTRIBUTED, METRICS, STOPPING, CHECKPOINTS, OPTIONS, MAIN
+Sections:
+    TASK, OPTIONS     edit: model, data, loss, metrics, schedule; options and their defaults
+    TRAINING, DATA    read: the loop, a step, an evaluation; which samples a step uses
+    RANKS, METRICS, STOPPING, CHECKPOINTS, READING OPTIONS, MAIN
+                      leave alone: nothing there depends on the task
 """
 
 from __future__ import annotations
@@ -29,10 +34,11 @@ import argparse
 import copy
 import ctypes
 import difflib
+import enum
 import faulthandler
-import fcntl
 import functools
 import gc
+import inspect
 import json
 import math
 import multiprocessing
@@ -40,16 +46,18 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
@@ -64,7 +72,7 @@ try:
     import torch.nn.functional as F
     import yaml
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
     from torch.utils.data import (
         DataLoader,
@@ -77,6 +85,11 @@ try:
 except ImportError as error:
     remedy = "activate the environment, or pip install -r requirements.txt"
     raise SystemExit(f"{error}: {remedy}") from None
+
+try:
+    import fcntl
+except ImportError:  # Windows, where load_model() works
+    fcntl = None
 
 
 # --------------------------------------------------------------------------------------- TASK
@@ -126,9 +139,14 @@ class Task:
 
     # Plain values that data() learns and model() needs, such as class names; part of checkpoints.
     spec: dict = {}
-    # The metric of report() on the test set by which best.pt is chosen.
+    # The metric of report() by which best.pt is chosen and --patience counts.
     best = "accuracy"
     best_is_lowest = False
+
+    # Set by the trainer on every rank, before each call of a method:
+    cfg: argparse.Namespace  # the options
+    step = 0  # optimizer steps that are done
+    total_steps = 0  # of the run
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Options of this task: on the command line, in config files and in checkpoints."""
@@ -140,14 +158,25 @@ class Task:
     def data(self, cfg) -> tuple[Dataset, Dataset | None]:
         """(training set, test set or None): map-style data sets of tuples, dicts or tensors.
 
-        A data set of tensors in memory is fastest as an InMemoryDataset. Others are read by
-        --num-workers processes.
+        Or (training set, validation set, test set): then best.pt and --patience go by the
+        validation set, and the test set is evaluated once, at the end, with best.pt. A data set of
+        tensors in memory is fastest as an InMemoryDataset. Others are read by --num-workers
+        processes.
         """
         self.spec = {"classes": [str(digit) for digit in range(10)]}
         root = Path(__file__).with_name("data") / "mnist_sample"  # comes with this file
         if cfg.dataset == "mnist":
             root = Path(cfg.data_dir)
         return read_mnist(root, "train"), read_mnist(root, "test")
+
+    def order(self, cfg, train_set: Dataset, epoch: int, generator: torch.Generator):
+        """The indices of an epoch's samples in their order: as many as there are samples.
+
+        Some may be missing, and others repeated. Must be the same on all ranks. For example, to
+        draw rare classes as often as others:
+        list(WeightedRandomSampler(weights, len(train_set), generator=generator))
+        """
+        return torch.randperm(len(train_set), generator=generator)
 
     def model(self, cfg) -> nn.Module:
         """Raw images -> logits [b, classes]."""
@@ -164,46 +193,53 @@ class Task:
             return torch.optim.AdamW(parameters, **options)
         return torch.optim.SGD(parameters, momentum=0.9, **options)
 
-    def lr_factor(self, cfg, epoch: float) -> float:
+    def lr_factor(self, cfg, step: int, total_steps: int) -> float:
         """What the peak learning rates are multiplied by: linear warm-up, then a cosine to 0.
 
-        epoch: passes over the training set that are done, from 0 to cfg.epochs.
+        step: from 0 to total_steps - 1, as in the function of torch's LambdaLR.
         """
-        if epoch < cfg.warmup_epochs:
-            return epoch / cfg.warmup_epochs
-        done = (epoch - cfg.warmup_epochs) / (cfg.epochs - cfg.warmup_epochs)
-        return (1 + math.cos(math.pi * done)) / 2
+        steps_per_epoch = total_steps / cfg.epochs
+        warmup = cfg.warmup_epochs * steps_per_epoch
+        done = step + 0.5  # the middle of the step
+        if done < warmup:
+            return done / warmup
+        return (1 + math.cos(math.pi * (done - warmup) / (total_steps - warmup))) / 2
 
     def loss(self, model: nn.Module, batch) -> tuple[torch.Tensor, dict]:
         """A micro-batch on the device -> (its mean loss, sums for report()).
 
-        The gradient of a step is that of the mean loss of all its samples. Where samples have
+        The gradient of a step is that of the mean loss of all its samples. Sums are numbers or
+        tensors of any shape, such as a confusion matrix, and are added up. Where samples have
         different numbers of items, such as tokens or valid pixels, return the mean over the items
         (a number, even if there are none), and their number as the sum "count", a tensor, best of
-        integers, which add up exactly: then it is the mean over all items. Random numbers of torch
-        are the same here on any number of ranks. model.training says whether this is a step of the
-        training.
+        integers, which add up exactly: then it is the mean over all items. Random numbers of
+        torch, numpy and random are the same here on any number of ranks. model.training says
+        whether this is a step of the training. In an evaluation, the result may have a third part:
+        rows, a dict of tensors [b, ...], for metrics that need all predictions.
         """
         images, labels = batch
         logits = model(images)
         try:
             loss = F.cross_entropy(logits, labels)
-        except IndexError as error:  # on a GPU: "device-side assert", see docs/TROUBLESHOOTING.md
-            raise UserError(f"a label is not from 0 to {logits.shape[1] - 1} ({error})") from None
+        except (IndexError, RuntimeError) as error:  # on a GPU, a wrong number is an assert
+            raise UserError(
+                f"labels {labels.dtype} {list(labels.shape)} do not fit logits "
+                f"{list(logits.shape)}: they are int64, from 0 to {logits.shape[1] - 1} ({error})"
+            ) from None
         return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
-    def report(self, sums: dict[str, float]) -> dict[str, float]:
+    def report(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
         """The metrics to print and to record, from the sums over all micro-batches and ranks.
 
-        sums["count"] is the number of samples (or items), sums["loss"] the sum of their losses. A
-        metric that is not a mean comes from sums, too. For F1, loss() returns the numbers of true
-        positives, false positives and false negatives, of each class under a name of its own; then
-        F1 = 2 * tp / (2 * tp + fp + fn), exactly, on any number of ranks.
+        The sums are float64 tensors. sums["count"] is the number of samples (or items),
+        sums["loss"] the sum of their losses. A metric that is not a mean comes from sums, too: F1
+        is 2 * tp / (2 * tp + fp + fn). In an evaluation, sums also has the rows of loss(),
+        [samples, ...] in the order of the data set: for AUC, mAP, a median.
         """
         return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
 
     def after_evaluation(self, values: dict[str, float]) -> bool:
-        """Called on rank 0 with the metrics of the test set. True ends the training."""
+        """Called on rank 0 with what report() made of an evaluation. True ends the training."""
         return False
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -216,7 +252,9 @@ class Task:
 
     def wrap(self, loss: LossOf) -> DistributedDataParallel:
         """What exchanges the gradients of several ranks in the backward pass."""
-        return DistributedDataParallel(loss, gradient_as_bucket_view=True)
+        ddp = DistributedDataParallel(loss, gradient_as_bucket_view=True)
+        ddp.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
+        return ddp
 
 
 def read_mnist(root: Path, part: str) -> InMemoryDataset:
@@ -228,6 +266,129 @@ def read_mnist(root: Path, part: str) -> InMemoryDataset:
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot read MNIST in {root}: is --data-dir right? ({error})") from None
     return InMemoryDataset(digits.data.unsqueeze(1), digits.targets)
+
+
+# ------------------------------------------------------------------------------------ OPTIONS
+# What may change in a run at any time:
+FREE_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "epochs", "total_steps"}
+FREE_OPTIONS |= {"stop_at_step", "data_dir", "num_workers", "log_every_steps", "tensorboard"}
+FREE_OPTIONS |= {"wandb", "keep", "checkpoint_every_steps", "save_minutes", "nodes", "patience"}
+FREE_OPTIONS |= {"gpus_per_node", "distributed_backend", "hang_timeout", "eval_every_steps"}
+FREE_OPTIONS |= {"eval_every_epochs"}
+# What never changes in a run:
+FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "optimizer", "dataset"}
+FIXED_OPTIONS |= {"task", "spec", "samples"}  # see Saver.identity
+
+
+def build_parser(task) -> Parser:
+    """The options, one per line. They are also the keys of a config file, with _ instead of -."""
+    parser = Parser(
+        description=sys.modules["__main__"].__doc__,  # of the started script
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        conflict_handler="resolve",  # a task may define an option anew
+    )
+    add = parser.add_argument
+    switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=False)
+
+    def option(name: str, kind: Callable, text: str, default=None):
+        add(name, type=kind, default=default, help=text)
+
+    option("--config", path, "FILE of options in YAML; the command line wins")
+    option("--evaluate", path, "FILE.pt: evaluate it and nothing else, by its options")
+    add("--checkpoint-dir", "--save-dir", type=path, help="of this run [checkpoints]")
+    option("--resume", path, "FILE.pt: continue its run in a new --checkpoint-dir")
+    option("--init", path, "FILE.pt: begin with these weights, of another run or of others")
+    option("--epochs", positive, "passes over the training data [5]", 5)
+    option("--total-steps", positive_int, "length of the run, instead of --epochs")
+    option("--stop-at-step", positive_int, "save and exit at this step; same schedule")
+    option("--seed", integer, "random seed [42]", 42)
+    switch("--deterministic", help="repeatable kernels, slower on a GPU")
+    switch("--reproducible", help="the same weights on any number of ranks")
+    option("--data-dir", path, "where the data is or is downloaded to [data]", "data")
+    option("--num-workers", not_negative_int, "loader workers, for files [cores of a rank]")
+    option("--batch-size", positive_int, "micro-batch: samples per forward pass [64]", 64)
+    option("--global-batch-size", positive_int, "samples per step [batch size x ranks]")
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
+    option("--lr", not_negative, "peak learning rate [0.05]", 0.05)
+    option("--warmup-epochs", not_negative, "epochs of linear warm-up [0.2]", 0.2)
+    option("--weight-decay", not_negative, "[0.0001]", 1e-4)
+    option("--clip-grad-norm", not_negative, "largest norm of the gradient; 0: off [0]", 0.0)
+    add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
+    switch("--tf32", default=True, help="TF32 for products of float32 on GPUs [on]")
+    switch("--compile", help="torch.compile the model")
+    switch("--activation-checkpointing", help="less memory, slower")
+    option("--eval-every-epochs", positive_int, "evaluate and save after N epochs, and last [1]", 1)
+    option("--eval-every-steps", positive_int, "also every N steps")
+    option("--patience", positive_int, "stop after N evaluations without a better one")
+    option("--log-every-steps", positive_int, "steps between records [20]", 20)
+    switch("--tensorboard", help="also write TensorBoard files")
+    switch("--wandb", help="also log to W&B (WANDB_MODE=offline works)")
+    option("--save-minutes", not_negative, "minutes between saves [10]", 10.0)
+    option("--checkpoint-every-steps", positive_int, "also save every N steps")
+    option("--keep", positive_int, "newest checkpoints to keep [3]", 3)
+    add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl or xccl on GPUs, else gloo]")
+    option("--nodes", positive_int, "fail unless there are this many nodes")
+    option("--gpus-per-node", positive_int, "fail unless a node has this many ranks")
+    option("--hang-timeout", positive_int, "seconds without progress [600]", 600)
+    task.add_options(parser)  # last: it may set defaults of the others
+    for action in parser._actions:
+        if action.type is bool:  # bool("false") is True
+            name, remedy = action.option_strings[0], "action=argparse.BooleanOptionalAction"
+            raise UserError(f"{name}: type=bool takes every text for true: use {remedy}")
+    return parser
+
+
+# The types of options. If one raises ValueError, argparse names the option, the type and the text.
+
+
+def path(text: str) -> str:
+    """Replaces ~ and $VARIABLES, which a shell does not do after =, nor YAML at all."""
+    text = os.path.expandvars(os.path.expanduser(text))
+    if "$" in text:  # of a variable that is not set
+        raise ValueError
+    return text
+
+
+def integer(text: str) -> int:
+    number = int(text)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError
+    return number
+
+
+def not_negative_int(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**31:
+        raise ValueError
+    return number
+
+
+def positive_int(text: str) -> int:
+    if int(text) == 0:
+        raise ValueError
+    return not_negative_int(text)
+
+
+def not_negative(text: str) -> float:
+    number = float(text)
+    if not number >= 0:  # also if it is NaN
+        raise ValueError
+    return number
+
+
+def positive(text: str) -> float:
+    """An int stays one."""
+    number = not_negative(text)
+    if not 0 < number < 2**31:
+        raise ValueError
+    return int(number) if number == int(number) else number
+
+
+def fraction(text: str) -> float:
+    if float(text) > 1:
+        raise ValueError
+    return not_negative(text)
 
 
 # ----------------------------------------------------------------------------------- TRAINING
@@ -247,41 +408,48 @@ class State:
 
 def train(task, cfg, world):
     """One run, from its start or its newest checkpoint to its last step. Collective."""
-    lock = on_rank_0(lock_directory, cfg)
     path = on_rank_0(find_checkpoint, cfg)
-    checkpoint = load_checkpoint(path) if path else None
+    checkpoint = None
+    if path:
+        checkpoint = load_checkpoint(path, is_verified=False)  # rank 0 has verified it
+        task.step = checkpoint["state"]["step"]
     if not cfg.global_batch_size:
         cfg.global_batch_size = cfg.batch_size * world.world_size
         if checkpoint:  # that of the run stays, on any number of ranks
             cfg.global_batch_size = checkpoint["config"]["global_batch_size"]
-    train_set, test_set = open_data(task, cfg)
-    if cfg.patience and test_set is None:
+    train_set, held_out, test_set = open_data(task, cfg)
+    if cfg.patience and held_out is None:
         raise UserError("--patience: there is no test set (Task.data())")
-    stream = SampleStream(len(train_set), cfg, world)
+    stream = SampleStream(task, cfg, world, train_set)
+    total_steps = stream.total_steps
+    last_step = min(total_steps, cfg.stop_at_step or total_steps)
     model = build_model(task, cfg, world)
-    optimizer = task.optimizer(cfg, model)
-    for group in optimizer.param_groups:
-        group["lr"] = float(group["lr"])  # a number of NumPy could not be loaded
-        group["initial_lr"] = group["lr"]
+    optimizer = build_optimizer(task, cfg, model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.amp == "fp16")
     saver = Saver(task, cfg, stream)
     state = State()
     if checkpoint:
         saver.restore(path, checkpoint, state, model, optimizer, scaler)
-    elif cfg.init:
-        load_initial_weights(cfg, model)
+    else:
+        if cfg.init:
+            load_initial_weights(cfg, model)
+        on_rank_0(saver.try_to_save, state, model, optimizer, scaler)
     del checkpoint  # a mapped file takes up space on the disk even after it is deleted
     loss_of = LossOf(task, cfg, world, model)
     if dist.is_initialized() and not cfg.reproducible:
-        loss_of = task.wrap(loss_of)
-        settle_buckets(loss_of)
+        ddp = task.wrap(loss_of)
+        if getattr(ddp, "module", None) is not loss_of:
+            raise UserError("Task.wrap(loss) must return DistributedDataParallel(loss, ...)")
+        loss_of = ddp
+        settle_buckets(ddp)
     keys = functools.partial(stream.keys, state.step)
-    batches = batches_of(task, cfg, world, train_set, keys)
-    metrics = MetricsWriter(task, cfg, saver)
+    count = (last_step - state.step) * len(stream.micro_batches)
+    batches = batches_of(task, cfg, world, train_set, keys, count)
+    prefix = "test_" if test_set is None else "validation_"
+    metrics = MetricsWriter(task, cfg, saver, prefix)
     requests = StopRequests(cfg)
-    total_steps = math.ceil(cfg.epochs * len(train_set) / cfg.global_batch_size)
-    last_step = min(total_steps, cfg.stop_at_step or total_steps)
-    sync = Sync(cfg, world)
+    sums = Sums()
+    exchange = Exchange(world)
     seconds_left = None  # until the first exchange
     reason = ""  # why to end before the last step; the same on all ranks
     profiled = 0  # the step at which the last profile ends
@@ -289,88 +457,99 @@ def train(task, cfg, world):
     log_on_rank_0(f"Code: {saver.code}\n{begin}, to step {last_step}")
     saver.write_status(state.step, "running")
 
-    set_training_mode(model)
-    sync.restart(state.step)
+    set_train_or_eval = functools.partial(
+        set_mode, optimizer=optimizer, model=model, frozen=frozen_parts(model)
+    )
+    set_train_or_eval("train")
+    exchange.restart(state.step)
     try:
         while True:
+            task.step = state.step
             # After the save, so that a run that is stopped during an evaluation repeats it later.
-            if stream.ends_interval(state.step, cfg.eval_every_steps) and not reason:
-                sums, reason = evaluate(task, cfg, world, model, test_set, requests)
+            if stream.is_evaluated(state.step) and not reason:
+                set_train_or_eval("eval")
+                results, reason = evaluate(task, cfg, world, model, held_out, requests)
                 if not reason:
-                    reason = on_rank_0(judge_evaluation, task, cfg, state, sums, metrics, saver)
-                sync.restart(state.step)
+                    reason = on_rank_0(judge_evaluation, task, cfg, state, results, metrics, saver)
+                set_train_or_eval("train")
+                exchange.restart(state.step)
             if reason or state.step >= last_step:
                 break
-            epoch = cfg.epochs * (state.step + 0.5) / total_steps  # in the middle of this step
-            factor = float(task.lr_factor(cfg, epoch))
+            factor = task.lr_factor(cfg, state.step, total_steps)
+            if factor is None:
+                raise UserError("Task.lr_factor() must return a number, not None")
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
-            train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, state.step, sync)
+                group["lr"] = group["initial_lr"] * float(factor)
+            arguments = (loss_of, optimizer, scaler, batches, sums, state.step, exchange)
+            train_step(cfg, world, stream, *arguments)
             state.step += 1
-            ends = (
-                state.step == last_step
-                or stream.ends_interval(state.step, cfg.eval_every_steps)
-                or stream.ends_interval(state.step, cfg.checkpoint_every_steps)
-            )
-            if ends or sync.is_due(state.step):
+            evaluates = stream.is_evaluated(state.step)
+            ends_epoch = stream.ends_epoch(state.step)
+            every = cfg.checkpoint_every_steps
+            ends = state.step == last_step or evaluates or (every and state.step % every == 0)
+            if ends or ends_epoch or exchange.is_due(state.step):
                 asked = requests.poll() + saver.poll()
-                totals, reason, agreed = sync.all_reduce(state.step, asked)
-                seconds_left = (last_step - state.step) * sync.seconds_per_step
-                metrics.record_intervals(state, totals, sync, seconds_left)
+                totals, reason, agreed = exchange.all_reduce(state.step, sums, asked)
+                seconds_left = (last_step - state.step) * exchange.seconds_per_step
+                metrics.record_intervals(state, totals, exchange, seconds_left)
                 if ends or reason or "SAVE" in agreed:
                     check_replicas(model)
+                    set_train_or_eval("eval")
                     saver.save(state, model, optimizer, scaler, seconds_left)
+                    set_train_or_eval("train")
+                if ends_epoch and not evaluates:
+                    on_rank_0(metrics.record_evaluation, state, {})
                 if "PROFILE" in agreed and state.step >= profiled:
                     profiled = start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
-                sync.restart(state.step)
+                exchange.restart(state.step)
+        set_train_or_eval("eval")
         if saver.saved_step < state.step:  # that save has failed: try again, else fail
             saver.save(state, model, optimizer, scaler)
+        is_over = last_step == total_steps or reason  # not by --stop-at-step
+        if test_set is not None and is_over and reason not in STOP_REASONS:
+            arguments = (model, test_set, requests, state, metrics, saver)
+            reason = evaluate_best(task, cfg, world, *arguments) or reason
     except Exception as error:
         with suppress(UserError):  # a full disk must not hide the error
             saver.write_status(state.step, "failed", str(error))
         raise
     ending = "finished"
+    if reason in STOP_REASONS:
+        StopRequests.signal = reason  # what launchers send after a STOP file must not end this
     if reason in STOP_REASONS or (not reason and state.step < total_steps):  # --stop-at-step
         ending = "stopped"
     why = f" ({reason})" if reason else ""
     where = f"step {state.step} of {total_steps}{why}, saved in {run_directory(cfg)}"
     log_on_rank_0(f"{ending.title()} at {where}")
     saver.write_status(state.step, ending, reason, seconds_left)
-    on_rank_0(os.close, lock)  # the others wait: a launcher may end all when one exits
 
 
-def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sync):
+def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, sums, step, exchange):
     """One optimizer step: forward and backward for this rank's micro-batches, then the update.
 
     The gradient is the mean over all samples (or items) of the step. Collective.
     """
-    exact = ExactGradients(optimizer, scaler) if cfg.reproducible else None
-    averaged = 1 if exact else world.world_size  # ranks over which DDP averages
+
     counts = []  # of items, if their number varies
-    for micro in stream.micro_batches:
+
+    def forward(micro):
+        """The loss of one micro-batch: its mean, or, with a count, the sum over its items."""
         began = time.monotonic()
         batch = next(batches)
-        sync.seconds_waited += time.monotonic() - began
+        exchange.seconds_waited += time.monotonic() - began
         seed_generators(derive_seed(cfg.seed, "dropout", step, micro), world.device)
-        # The gradient is the sum of weight * loss over all micro-batches of all ranks. With counts,
-        # weight * loss is a sum over items, and divide_by_items() makes it the mean over all.
-        is_last = micro == stream.micro_batches[-1]  # only then DDP exchanges the gradients
-        with nullcontext() if averaged == 1 or is_last else loss_of.no_sync():
-            loss, values = loss_of(batch)
-            weight = averaged / stream.micro_batches_per_step
-            if "count" in values:
-                if exact and not counts:
-                    exact.divide_by(values["count"])
-                counts.append(values["count"])
-                weight = weight * values["count"]
-            weighted = loss if not counts and weight == 1 else loss * weight
-            scaler.scale(weighted).backward()
-        if exact:
-            exact.add_micro_batch()
-        sync.add(step // cfg.log_every_steps, {"loss": loss, "count": cfg.batch_size, **values})
-    if exact:
-        exact.write_gradients()
+        loss, values, _ = loss_of(batch)
+        sums.add(step // cfg.log_every_steps, loss, values, batch, cfg.batch_size)
+        if "count" not in values:
+            return loss
+        counts.append(values["count"])
+        return loss * counts[-1]
+
+    if cfg.reproducible:
+        exact_gradients(stream, optimizer, scaler, forward, counts)
+    else:
+        averaged_gradients(world, stream, loss_of, scaler, forward)
     if counts:
         divide_by_items(optimizer, counts, stream.micro_batches_per_step)
     is_recorded = stream.ends_interval(step + 1, cfg.log_every_steps)
@@ -378,14 +557,30 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, step, sy
         scaler.unscale_(optimizer)
         parameters = parameters_of(optimizer)
         norm = nn.utils.clip_grad_norm_(parameters, cfg.clip_grad_norm or math.inf)
+    if is_recorded:
+        exchange.recorded[step + 1] = (optimizer.param_groups[0]["lr"], norm)
+    seed_generators(derive_seed(cfg.seed, "optimizer", step), world.device)  # if it draws
     scaler.step(optimizer)
     scaler.update()
-    if is_recorded:
-        sync.recorded[step + 1] = (optimizer.param_groups[0]["lr"], norm)
     optimizer.zero_grad()
 
 
-def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
+def averaged_gradients(world, stream, loss_of, scaler, forward):
+    """Gradients by DDP, which averages over the ranks in the last micro-batch. Collective.
+
+    Those of the sum of all losses of all ranks, divided by the micro-batches of the step.
+    """
+    weight = world.world_size / stream.micro_batches_per_step
+    for micro in stream.micro_batches:
+        is_last = micro == stream.micro_batches[-1]
+        with nullcontext() if world.world_size == 1 or is_last else loss_of.no_sync():
+            loss = forward(micro)
+            if weight != 1:
+                loss = loss * weight
+            scaler.scale(loss).backward()
+
+
+def divide_by_items(optimizer, counts, micro_batches):
     """Turn gradients of sums over items into gradients of their mean. Collective."""
     items = torch.stack(counts).sum()
     if dist.is_initialized():
@@ -394,59 +589,125 @@ def divide_by_items(optimizer, counts: list[torch.Tensor], micro_batches: int):
     torch._foreach_mul_(gradients, micro_batches / items.clamp(min=1))
 
 
+ROUNDING = 1.5 * 2**12  # the last bit of a float64 from 2**12 to 2**13 is 2**-40
+
+
+def exact_gradients(stream, optimizer, scaler, forward, counts):
+    """--reproducible: gradients that add up to the same bits on any number of ranks. Collective.
+
+    Those of each micro-batch are rounded to multiples of 2**-40. Sums below 2**13 are then exact,
+    in any order; larger ones become NaN.
+    """
+    scale = scaler.get_scale()  # of fp16, else 1
+    totals = {}
+    for p in parameters_of(optimizer):
+        totals[p] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float64))
+    for micro in stream.micro_batches:
+        loss = forward(micro) / stream.micro_batches_per_step
+        if len(counts) == 1:  # sums over items are divided by this number before they are rounded
+            divisor = counts[0].double().clamp(min=1)
+            if dist.is_initialized():
+                dist.broadcast(divisor, 0)
+            scale = scale * divisor
+        scaler.scale(loss).backward()
+        for p, total in totals.items():
+            if p.grad is not None:
+                gradient = p.grad.to(total.dtype) / scale
+                total.add_(gradient + ROUNDING - ROUNDING)
+                p.grad = None
+    for p, total in totals.items():
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        total.masked_fill_(total.abs() >= 2.0**13, math.nan)
+        p.grad = (total * scale).to(p.dtype)
+
+
 def parameters_of(optimizer):
     groups = optimizer.param_groups
     return [p for group in groups for p in group["params"] if p.requires_grad]
 
 
 @torch.no_grad()
-def evaluate(task, cfg, world, model, test_set, requests=None):
-    """(sums of Task.loss() over the test set, each sample once; "" or why to stop). Collective.
+def evaluate(task, cfg, world, model, data_set, requests=None):
+    """(sums of Task.loss() over the data set, each sample once; "" or why to stop). Collective.
 
-    The sums are empty without a test set. The checkpoint has been saved before.
+    On rank 0, the sums also have the rows. They are empty without a data set. Leaves the model in
+    evaluation mode. The checkpoint has been saved before.
     """
-    sums = Counter()
-    if test_set is None:
-        return sums, ""
-    if dist.is_initialized():
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)  # BatchNorm's: all ranks evaluate what rank 0 saves
+    totals = Counter()
+    if data_set is None:
+        return totals, ""
+    share_buffers(model)
     model.eval()
     loss_of = LossOf(task, cfg, world, model)
-    micro_batches = torch.arange(len(test_set)).split(cfg.batch_size)
+    micro_batches = torch.arange(len(data_set)).split(cfg.batch_size)
     rounds = math.ceil(len(micro_batches) / world.world_size)
     numbers = range(world.rank, rounds * world.world_size, world.world_size)
     mine = [micro_batches[number % len(micro_batches)] for number in numbers]
-    sync = Sync(cfg, world)
+    sums = Sums()
+    rows = {}  # by number of the micro-batch
+    exchange = Exchange(world)
 
     def keys(device):
-        for indices in mine:
-            yield indices.to(device)
+        return (indices.to(device) for indices in mine)
 
-    batches = batches_of(task, cfg, world, test_set, keys)
+    batches = batches_of(task, cfg, world, data_set, keys, len(mine))
     for done, (number, indices, batch) in enumerate(zip(numbers, mine, batches), 1):
         seed_generators(derive_seed(cfg.seed, "test", number), world.device)
-        loss, values = loss_of(batch)
-        values = {"loss": loss, "count": len(indices), **values}
-        if number >= len(micro_batches):  # a second time, in the last round: it does not count
-            values = {name: 0 * value for name, value in values.items()}
-        sync.add(0, values)
-        if done == rounds or sync.is_due(done):
-            totals, reason, _ = sync.all_reduce(done, requests.poll() if requests else [])
-            sums.update(totals[0])  # a Counter adds
-            sync.restart(done)
+        loss, values, rows_of_batch = loss_of(batch)
+        if number < len(micro_batches):
+            sums.add(0, loss, values, batch, len(indices))
+            rows[number] = {name: row.cpu() for name, row in rows_of_batch.items()}
+        else:  # a second time, in the last round: it does not count
+            nothing = {name: torch.zeros_like(value) for name, value in values.items()}
+            sums.add(0, torch.zeros_like(loss), nothing, batch, 0)
+        if done == rounds or exchange.is_due(done):
+            asked = requests.poll() if requests else []
+            by_interval, reason, _ = exchange.all_reduce(done, sums, asked)
+            totals.update(by_interval[0])  # a Counter adds
+            exchange.restart(done)
             if reason and done < rounds:
-                return sums, reason
-    set_training_mode(model)
-    return sums, ""
+                return totals, reason
+    if not math.isfinite(totals["loss"]):
+        warn_once("the loss of an evaluation is not finite: is each sample of its data set?")
+    return {**totals, **gather_rows(rows)}, ""
 
 
-def judge_evaluation(task, cfg, state, test_sums: Counter, metrics, saver) -> str:
+@torch.no_grad()
+def share_buffers(model):
+    """Give all ranks the buffers of rank 0, such as BatchNorm's: it is the one that saves them.
+
+    Not those that have grown to another size on some rank. Collective.
+    """
+    own = {(name, tuple(buffer.shape)): buffer for name, buffer in model.named_buffers()}
+    for key in sorted(set(own).intersection(*gather(list(own)))):
+        values = own[key].contiguous()  # gloo would send the memory of a view as it lies
+        if dist.is_initialized():
+            dist.broadcast(values, 0)
+        own[key].copy_(values)
+
+
+def gather_rows(rows):
+    """{name: [samples, ...]} in the order of the data set, from {micro-batch: {name: [b, ...]}} of
+    each rank. Collective.
+    """
+    everywhere = {}
+    for rows_of_rank in gather(rows):
+        everywhere |= rows_of_rank
+    parts = [everywhere[number] for number in sorted(everywhere)]
+    try:
+        return {name: torch.cat([part[name] for part in parts]) for name in set().union(*parts)}
+    except (KeyError, RuntimeError) as error:
+        text = "Task.loss() must return the same rows [b, ...] in each micro-batch of an evaluation"
+        raise UserError(f"{text} ({error})") from None
+
+
+def judge_evaluation(task, cfg, state, sums, metrics, saver):
     """Record an evaluation; keep its checkpoint as best.pt if Task.best was never better.
 
     For rank 0. Returns "", or why to end the training.
     """
-    values = metrics.record_evaluation(state, test_sums)
+    values = metrics.record_evaluation(state, sums)
     if not values:
         return ""
     if task.best in values:
@@ -470,21 +731,37 @@ def judge_evaluation(task, cfg, state, test_sums: Counter, metrics, saver) -> st
     return ""
 
 
+def evaluate_best(task, cfg, world, model, test_set, requests, state, metrics, saver):
+    """At the end, evaluate the test set with best.pt. Returns "" or why to stop. Collective."""
+    best = saver.directory / "best.pt"
+    if on_rank_0(best.exists):
+        load_weights(model, load_checkpoint(best)["model"])
+    sums, reason = evaluate(task, cfg, world, model, test_set, requests)
+    if not reason:
+        on_rank_0(metrics.record_test, state.step, sums)
+    return reason
+
+
 def evaluate_checkpoint(task, cfg, world):
     """--evaluate: print the metrics of a checkpoint on the test set; writes no file. Collective."""
-    _, test_set = open_data(task, cfg)
+    *_, held_out, test_set = open_data(task, cfg)
     spec = task.spec
     model = load_model(cfg.evaluate, task, str(world.device))
-    if test_set is None or task.spec != spec:
+    task.cfg = cfg
+    if held_out is None or as_text(task.spec) != as_text(spec):
         raise UserError(f"--evaluate {cfg.evaluate}: no test set, or not with {task.spec}")
-    sums, _ = evaluate(task, cfg, world, model, test_set)
-    log_on_rank_0(f"{cfg.evaluate}: {describe(report(task, sums))}")
+    sums, _ = evaluate(task, cfg, world, model, test_set or held_out)
+    if is_rank_0():
+        log(f"{cfg.evaluate}: {describe(report(task, sums))}")
 
 
 def build_model(task, cfg, world):
     """The model, with the same weights on every rank."""
+    HangTimer.idle = 0
     seed_generators(cfg.seed, world.device)
-    model = task.model(cfg).to(world.device)
+    model = new_model(task, cfg).to(world.device)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError("Task.model(): no parameter of the model is to be trained")
     if cfg.activation_checkpointing:
         blocks = task.blocks(model)
         if not blocks:
@@ -494,19 +771,68 @@ def build_model(task, cfg, world):
             forward = functools.partial(recompute_in_backward, block.forward, use_reentrant=False)
             block.forward = forward
     if cfg.compile:
-        model.compile(dynamic=False)  # in place: the names in checkpoints stay the same
+        model.compile()  # in place: the names in checkpoints stay the same
     return model
 
 
-def set_training_mode(model: nn.Module):
-    """model.train(), except for frozen parts: the statistics of their BatchNorm must not change."""
-    model.train()
+def new_model(task, cfg):
+    """Task.model()."""
+    model = task.model(cfg)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"Task.model() must return a torch.nn.Module, not {name_of(model)}")
+    if any(map(torch.nn.parameter.is_lazy, model.parameters())):
+        raise UserError("Task.model() must call a model with lazy modules once, on an input")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if 0 in buffer.stride():  # expanded from one number: nothing can be copied to it
+                module._buffers[name] = buffer.contiguous()
+    return model
+
+
+def build_optimizer(task, cfg, model):
+    optimizer = task.optimizer(cfg, model)
+    if not hasattr(optimizer, "param_groups"):
+        raise UserError(f"Task.optimizer() must return an optimizer, not {name_of(optimizer)}")
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise UserError(
+            "Task.optimizer() has made a scheduler of torch, which the trainer would override: "
+            "return its factors from Task.lr_factor()"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{name_of(optimizer)} computes the loss several times per step: copy "
+            "train_minimal.py, and change its loop"
+        )
+    check_arguments(task.lr_factor, "cfg", "step", "total_steps")
+    for group in optimizer.param_groups:
+        group["lr"] = float(group["lr"])  # a number of NumPy could not be loaded
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def frozen_parts(model):
+    """Those whose statistics of BatchNorm must not change.
+
+    Found once: a loss that freezes and thaws parts in turn, as a GAN's, may do so at any time.
+    """
+    frozen = []
     for part in model.modules():
-        if {p.requires_grad for p in part.parameters()} == {False}:  # frozen, and not without any
-            part.eval()
+        if {p.requires_grad for p in part.parameters()} == {False}:  # and not without any
+            frozen.append(part)
+    return frozen
 
 
-def start_profiler(cfg, world, optimizer, step: int):
+def set_mode(mode, optimizer, model, frozen):
+    """mode: train, for steps; eval, for evaluations and saves."""
+    model.train(mode == "train")
+    for part in frozen:
+        part.eval()
+    if hasattr(optimizer, mode):  # a schedule-free one has two sets of weights
+        getattr(optimizer, mode)()
+
+
+def start_profiler(cfg, world, optimizer, step):
     """Record five of the next steps of this rank in a file for Perfetto. Returns their end."""
     directory = str(run_directory(cfg))
     log_on_rank_0(f"Recording the steps after {step}: see {directory}/trace_*.json")
@@ -530,31 +856,46 @@ def collect_garbage():
 
 # --------------------------------------------------------------------------------------- DATA
 def open_data(task, cfg):
-    """Task.data(), on rank 0 first, because it may download. Collective."""
-    start_hang_timer(cfg)
+    """[training set, set to evaluate or None, test set for the end or None]. Collective.
+
+    Calls Task.data(), on rank 0 first, because it may download.
+    """
+    HangTimer.idle = 0
     data_sets = []
 
     def open_all():
         seed_generators(cfg.seed)  # for data sets that are divided at random
-        data_sets.extend(task.data(cfg))
+        given = task.data(cfg)
+        is_valid = isinstance(given, (tuple, list)) and len(given) in (2, 3)
+        if not is_valid or given[0] is None:
+            raise UserError(
+                "Task.data() must return (training set, test set or None), or (training, "
+                f"validation, test set), not {name_of(given)}"
+            )
+        data_sets.extend(given)
 
     on_rank_0(open_all)
     if not is_rank_0():
         open_all()
     given = [data_set for data_set in data_sets if data_set is not None]
     for data_set in given:
-        if isinstance(data_set, IterableDataset):
-            raise UserError("an IterableDataset has no index: use a data set with __getitem__()")
+        is_loader = isinstance(data_set, (DataLoader, IterableDataset))
+        if is_loader or not hasattr(data_set, "__len__"):
+            raise UserError(
+                f"{name_of(data_set)} has no index: use a data set with __getitem__(); options of "
+                "its DataLoader come from Task.loader_options()"
+            )
         if len(data_set) == 0:
             raise UserError("a data set has no samples: is --data-dir right?")
-    seen = gather([[len(data_set) for data_set in given], task.spec])
+    seen = gather([[len(data_set) for data_set in given], as_text(task.spec)])
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise UserError(
                 f"rank {rank} sees {other[0]} samples (training, test), rank 0 {seen[0][0]}, or "
                 "another Task.spec: the ranks need the same --data-dir"
             )
-    return data_sets
+    HangTimer.idle = 0
+    return [*data_sets, None][:3]
 
 
 class InMemoryDataset(TensorDataset):
@@ -565,51 +906,64 @@ class SeededDataset(Subset):
     """Seeds torch, numpy and random for each micro-batch, so that its augmentation does not depend
     on the loader worker that reads it, nor on what it has read before.
 
-    A data set with a generator of its own gets the seed by its method seed_sample(seed).
+    A data set with a generator or a curriculum of its own has a method seed_sample(seed, epoch).
     """
 
-    def __init__(self, dataset: Dataset, seed: int):
+    def __init__(self, dataset, seed):
         super().__init__(dataset, range(len(dataset)))
         self.seed = seed
+        if hasattr(dataset, "seed_sample"):
+            check_arguments(dataset.seed_sample, "seed", "epoch")
 
-    def __getitems__(self, keys: list[int]) -> list:
+    def __getitems__(self, keys):
         """The samples of a micro-batch, for keys of SampleStream; the DataLoader calls it."""
+        epoch = keys[0] // len(self.dataset)
         seed = derive_seed(self.seed, "augmentation", keys[0])
         seed_generators(seed)
         if hasattr(self.dataset, "seed_sample"):
-            self.dataset.seed_sample(seed)
+            self.dataset.seed_sample(seed, epoch)
         return super().__getitems__([key % len(self.dataset) for key in keys])
 
 
-def derive_seed(*parts) -> int:
+def check_arguments(method, *names):
+    """UserError if a method that a task defines does not take these arguments."""
+    try:
+        inspect.signature(method).bind(*names)
+    except TypeError:
+        arguments = ", ".join(names)
+        raise UserError(f"{method.__qualname__}() must take the arguments ({arguments})") from None
+
+
+def derive_seed(*parts):
     """A 63-bit seed from numbers and words; neighboring numbers give unrelated seeds."""
     digest = blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(seed: int, device: torch.device | None = None):
-    """Seed torch's generator, and that of the device; without a device, numpy's and random's."""
+    """Seed random, numpy and torch, also on the device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed() would seed every backend
-    if device is None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-    elif device.type != "cpu":
+    if device is not None and device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 
 class SampleStream:
     """Which samples each step uses. A function of the step alone: there is no state to save.
 
-    The training set is used again and again, each time in a new order. Step s uses the
-    samples s * G to (s + 1) * G - 1 of this endless stream, where G is the global batch: all steps
-    are equally large, and one may begin in one epoch and end in the next. It has C = G / b
+    The training set is used again and again, each time in the order of Task.order(). Step s uses
+    the samples s * G to (s + 1) * G - 1 of this endless stream, where G is the global batch: all
+    steps are equally large, and one may begin in one epoch and end in the next. It has C = G / b
     micro-batches. Rank r of W computes those from C * r // W to C * (r + 1) // W - 1: of 4
     micro-batches, 3 ranks compute 1, 1 and 2. It replaces DistributedSampler.
     """
 
-    def __init__(self, samples: int, cfg, world):
-        self.samples = samples
+    def __init__(self, task, cfg, world, train_set):
+        self.task = task
         self.cfg = cfg
+        self.train_set = train_set
+        self.samples = samples = len(train_set)
         self.micro_batches_per_step, rest = divmod(cfg.global_batch_size, cfg.batch_size)
         ranks, count = world.world_size, self.micro_batches_per_step
         if rest or count < ranks or cfg.global_batch_size > samples:
@@ -620,30 +974,48 @@ class SampleStream:
                 "global batch; another --checkpoint-dir starts a new one)"
             )
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
+        if cfg.total_steps:
+            cfg.epochs = cfg.total_steps * cfg.global_batch_size / samples
+        steps = math.ceil(cfg.epochs * samples / cfg.global_batch_size)
+        self.total_steps = task.total_steps = cfg.total_steps or steps
         log_on_rank_0(
             f"Global batch {cfg.global_batch_size} = {count} x {cfg.batch_size}; "
             f"{samples / cfg.global_batch_size:.4g} steps per epoch"
         )
 
-    def epochs_done(self, step: int) -> int:
+    def epochs_done(self, step):
         """The complete passes over the training set after this many steps."""
         return step * self.cfg.global_batch_size // self.samples
 
-    def ends_epoch(self, step: int) -> bool:
+    def ends_epoch(self, step):
         """Whether an epoch is complete after this number of steps, and was not one step before."""
         beyond = step * self.cfg.global_batch_size % self.samples
         return step > 0 and beyond < self.cfg.global_batch_size
 
-    def ends_interval(self, step: int, every: int | None) -> bool:
+    def ends_interval(self, step, every):
         """Whether an epoch, or an interval of so many steps, is complete after this step."""
         return self.ends_epoch(step) or (every is not None and step > 0 and step % every == 0)
 
-    def order(self, epoch: int):
+    def is_evaluated(self, step):
+        every = self.cfg.eval_every_steps
+        if self.ends_epoch(step) and self.epochs_done(step) % self.cfg.eval_every_epochs == 0:
+            return True
+        return step == self.total_steps or bool(every and step > 0 and step % every == 0)
+
+    def order(self, epoch):
         """The keys of this epoch's samples in their order; a key is epoch * samples + index."""
         generator = torch.Generator().manual_seed(derive_seed(self.cfg.seed, "order", epoch))
-        return torch.randperm(self.samples, generator=generator) + epoch * self.samples
+        order = self.task.order(self.cfg, self.train_set, epoch, generator)
+        if not isinstance(order, torch.Tensor):
+            order = torch.tensor(list(order))
+        is_index = not order.is_floating_point() and order.shape == (self.samples,)
+        if not is_index or order.min() < 0 or order.max() >= self.samples:
+            raise UserError(
+                f"Task.order() must return {self.samples} indices from 0 to {self.samples - 1}"
+            )
+        return order + epoch * self.samples
 
-    def keys(self, step: int, device):
+    def keys(self, step, device):
         """The keys int64 [b] of this rank's micro-batches, from this step on, without an end."""
         epoch = None
         while True:
@@ -657,8 +1029,11 @@ class SampleStream:
             step += 1
 
 
-def batches_of(task, cfg, world, dataset, keys: Callable):
-    """Micro-batches on the device of this rank; keys(device) yields the keys int64 [b] of each."""
+def batches_of(task, cfg, world, dataset, keys, count=math.inf):
+    """Micro-batches on the device of this rank; keys(device) yields the keys int64 [b] of each.
+
+    count: how many there are, if they are few; no more loader workers are started.
+    """
     if type(dataset) is InMemoryDataset:  # a subclass may change the samples
         tensors = [tensor.to(world.device) for tensor in dataset.tensors]
         for micro_batch in keys(world.device):
@@ -666,40 +1041,81 @@ def batches_of(task, cfg, world, dataset, keys: Callable):
             yield [tensor[rows] for tensor in tensors]
         return
     lists = (micro_batch.tolist() for micro_batch in keys("cpu"))
-    side = None
-    if world.device.type == "cuda":
-        side = torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-
-    def to_device(tensor):
-        copy = tensor.to(world.device, non_blocking=True)
-        if side:
-            copy.record_stream(current)  # until the step is done, the memory is not reused
-        return copy
-
-    for batch in get_dataloader(task, cfg, world, dataset, lists):
+    loader = get_dataloader(task, cfg, world, dataset, lists, count)
+    if world.device.type != "cuda":
+        for batch in loader:
+            yield move(batch, world.device)
+        return
+    side = side_stream()
+    current = torch.cuda.current_stream()
+    used = deque(maxlen=8)  # events after the last steps
+    for batch in loader:
+        if len(used) == used.maxlen:
+            used[0].synchronize()  # no more copies wait in the memory of the GPU
         with torch.cuda.stream(side):  # copy it while the previous step runs
-            batch = tree_map_only(torch.Tensor, to_device, batch)
-        if side:
-            current.wait_stream(side)
+            batch = move(batch, world.device, current)
+        current.wait_stream(side)
+        used.append(current.record_event())
         yield batch
 
 
-def get_dataloader(task, cfg, world, dataset, batch_sampler) -> DataLoader:
+@functools.cache
+def side_stream():
+    """One in the process: what was freed on a stream stays reserved for it."""
+    return torch.cuda.Stream()
+
+
+def move(batch, device, current=None):
+    """A batch with its tensors on the device, also those in mappings and objects with to()."""
+
+    def move_part(part):
+        if isinstance(part, torch.Tensor):
+            copied = part.to(device, non_blocking=True)
+            if current:
+                copied.record_stream(current)  # until the step is done, the memory is not reused
+            return copied
+        if hasattr(part, "to"):
+            with torch.cuda.stream(current):  # nobody could record its tensors
+                return part.to(device)
+        if isinstance(part, Mapping):
+            moved = copy.copy(part)
+            for name, value in part.items():
+                moved[name] = move(value, device, current)
+            return moved
+        return part
+
+    return tree_map(move_part, batch, is_leaf=lambda part: hasattr(part, "to"))
+
+
+def get_dataloader(task, cfg, world, dataset, batch_sampler, count=math.inf) -> DataLoader:
     """Yields one micro-batch at a time, as the data set's samples, each stacked to [b, ...]."""
     workers = cores_of_rank() if cfg.num_workers is None else cfg.num_workers
     options = {
-        "num_workers": workers,
-        "worker_init_fn": live_as_long_as_the_rank,
+        "num_workers": min(workers, count),
         "collate_fn": stack_samples,
         "pin_memory": world.device.type != "cpu",
     }
-    if workers and len(tempfile.gettempdir()) > 70:
-        raise UserError("TMPDIR is too long for the sockets of loader workers: set a shorter one")
-    if workers and sys.platform == "linux":  # a signal would end Python 3.14's forkserver
+    if sys.platform == "linux":  # a signal would end Python 3.14's forkserver
         options["multiprocessing_context"] = "fork"
-    options |= task.loader_options()
-    return DataLoader(SeededDataset(dataset, cfg.seed), batch_sampler=batch_sampler, **options)
+    given = task.loader_options() or {}
+    refused = given.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+    if refused:
+        raise UserError(
+            f"Task.loader_options() has {', '.join(sorted(refused))}: which samples a step uses is "
+            "decided by --batch-size and Task.order()"
+        )
+    options |= given
+    options["worker_init_fn"] = functools.partial(start_worker, given.get("worker_init_fn"))
+    if not options["num_workers"]:
+        for name in ("multiprocessing_context", "prefetch_factor", "persistent_workers", "timeout"):
+            options.pop(name, None)
+    elif len(tempfile.gettempdir()) > 70:
+        raise UserError("TMPDIR is too long for the sockets of loader workers: set a shorter one")
+    seeded = SeededDataset(dataset, cfg.seed)
+    try:
+        return DataLoader(seeded, batch_sampler=batch_sampler, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"Task.loader_options(): {error}") from None
 
 
 def stack_samples(samples):
@@ -711,7 +1127,7 @@ def stack_samples(samples):
         raise UserError(f"samples cannot be stacked: {remedy} ({error})") from None
 
 
-def cores_of_rank() -> int:
+def cores_of_rank():
     """The cores of this rank: those it is bound to, at most its share of the machine, and 16."""
     cores = (os.cpu_count() or 1) // launch_variable("LOCAL_WORLD_SIZE", 1)
     if hasattr(os, "sched_getaffinity"):  # Linux; scripts/guard.py and Slurm bind a rank
@@ -719,14 +1135,18 @@ def cores_of_rank() -> int:
     return min(16, max(1, cores))
 
 
-def live_as_long_as_the_rank(_worker):
+def start_worker(worker_init_fn, worker):
     """Schedulers signal all processes of a job, but a rank needs its workers until it stops."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    if sys.platform == "linux":  # a worker that reads without an end would outlive it
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        # One that reads without an end would outlive its rank.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
+    if worker_init_fn:
+        worker_init_fn(worker)
 
 
-# -------------------------------------------------------------------------------- DISTRIBUTED
+# =========================================================== Nothing below depends on the task.
+# ------------------------------------------------------------------------------------- RANKS
 class World(NamedTuple):
     """The rank of this process and its device. The defaults describe a single process."""
 
@@ -761,9 +1181,15 @@ def setup_distributed(cfg) -> World:
     log_on_rank_0(f"Starting distributed training on {launch}")
     log_on_rank_0(f"Master node: {socket.gethostname()}; PyTorch {torch.__version__}, {backend}")
     if world_size > 1:
-        timeout = timedelta(seconds=cfg.hang_timeout)
+        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if missing:
+            raise UserError(
+                f"WORLD_SIZE is {world_size}, but {', '.join(sorted(missing))} is not set: start "
+                "the ranks with torchrun or scripts/guard.py, or unset WORLD_SIZE for one process"
+            )
         bound_device = None if backend == "gloo" else device
-        dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
+        # HangTimer ends a rank that waits. This limit would also count time while suspended.
+        dist.init_process_group(backend, timeout=timedelta(days=1), device_id=bound_device)
     return World(launch_variable("RANK", 0), world_size, device)
 
 
@@ -781,11 +1207,16 @@ def use_slurm_variables(env):
     env["LOCAL_WORLD_SIZE"] = re.split("[(,]", env["SLURM_STEP_TASKS_PER_NODE"])[0]  # 4(x2)
 
 
-def launch_variable(name: str, default: int) -> int:
-    return int(os.environ.get(name) or default)
+def launch_variable(name, default):
+    """The number in a variable of the environment, of the type of its default."""
+    text = os.environ.get(name) or default
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise UserError(f"the variable {name} is {text!r}, not a number: unset it") from None
 
 
-def is_rank_0() -> bool:
+def is_rank_0():
     """Under a bare srun, only after setup_distributed()."""
     return launch_variable("RANK", 0) == 0
 
@@ -800,27 +1231,18 @@ def configure_torch(cfg):
     torch.backends.cudnn.allow_tf32 = cfg.tf32
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
-    elif "GLIBC_TUNABLES" not in os.environ:  # by which a user may have set malloc
-        keep_freed_memory()
     if cfg.reproducible:
         torch.set_num_threads(1)  # on a CPU: with more, some kernels sum in another order
-
-
-def keep_freed_memory():
-    """Let glibc keep up to 384 MiB: each step would get the same pages from the kernel anew."""
-    with suppress(AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 384 * 2**20)  # M_TRIM_THRESHOLD of <malloc.h>
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: also large blocks come from the memory that is kept
 
 
 class LossOf(nn.Module):
     """Task.loss() as a module for DDP: loss() gets the plain model on any number of ranks.
 
-    If DDP wrapped the model, model.encoder(x) in loss() would work on one rank only.
+    If DDP wrapped the model, model.encoder(x) in loss() would work on one rank only. Returns the
+    loss, the sums and the rows of Task.loss(); only the loss has a graph.
     """
 
-    def __init__(self, task, cfg, world, model: nn.Module):
+    def __init__(self, task, cfg, world, model):
         super().__init__()
         self.task = task
         self.model = model
@@ -829,31 +1251,57 @@ class LossOf(nn.Module):
         self.autocast = functools.partial(torch.autocast, world.device.type, dtype, enabled)
 
     def forward(self, batch):
+        if batch is None:  # of settle_buckets()
+            return sum(p.sum().abs() * 0 for p in self.parameters() if p.requires_grad)
         with self.autocast():
-            return self.task.loss(self.model, batch)
+            result = self.task.loss(self.model, batch)
+        parts = result if isinstance(result, tuple) else (result,)
+        is_pair = len(parts) in (2, 3) and isinstance(parts[1], dict)
+        if not is_pair or not isinstance(parts[0], torch.Tensor) or parts[0].dim():
+            raise UserError(
+                "Task.loss() must return the mean loss, a tensor without dimensions, and a dict of "
+                f"sums, which may be empty, not ({', '.join(map(name_of, parts))})"
+            )
+        loss, sums, *more = parts
+        rows = more[0] if more and more[0] is not None else {}
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise UserError("Task.loss(): the loss has no gradient, as after detach() or no_grad()")
+        try:
+            sums = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
+            rows = {name: row.detach() for name, row in rows.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            text = "sums must be numbers or tensors, and rows a dict of tensors"
+            raise UserError(f"Task.loss(): {text} ({error})") from None
+        twice = sums.keys() & {"loss", *rows}
+        if twice or sums.get("count", loss).dim():
+            text = '"loss" and rows need other names than sums, and "count" is one number'
+            raise UserError(f"Task.loss(): {text}; sums: {', '.join(map(str, sums))}")
+        return loss, sums, rows
 
 
-def settle_buckets(ddp: DistributedDataParallel):
+def name_of(value):
+    """Its type, and the shape of a tensor, for messages."""
+    name = type(value).__name__
+    if isinstance(value, (tuple, list)):
+        name += f" of {len(value)}"
+    return f"{name} {list(value.shape)}" if isinstance(value, torch.Tensor) else name
+
+
+def settle_buckets(ddp):
     """A first backward pass, after which DDP regroups the gradients for good. Collective.
 
     In a resumed run, that would happen at another step than in a run that was never stopped, and
     change the rounding. It skips the forward pass of the model, which may keep what it computes
     in its first one, and uses no data: only zeros of the parameters.
     """
-    ddp.broadcast_buffers = False  # evaluate() does it (deprecated as an argument)
-    if ddp.static_graph:  # it would note which parameters are used
+    # These note which parameters are used, or expect gradients that are sparse.
+    if ddp.static_graph or any(getattr(part, "sparse", False) for part in ddp.modules()):
         return
-
-    def zero(_batch):
-        return sum(p.sum().abs() * 0 for p in ddp.parameters() if p.requires_grad)
-
-    ddp.module.forward = zero
     ddp(None).backward()
-    del ddp.module.forward  # that of the class again
     ddp.zero_grad()
 
 
-def on_rank_0(function: Callable, *arguments):
+def on_rank_0(function, *arguments):
     """Call a function on rank 0; return its result on all ranks. Collective.
 
     If it raises an error, rank 0 raises that, and the other ranks exit with code 2.
@@ -877,49 +1325,6 @@ def gather(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-class ExactGradients:
-    """For --reproducible: the gradients of a step add up to the same bits on any number of ranks.
-
-    Those of each micro-batch are rounded to multiples of 2**-40, the last bit of a float64 from
-    2**12 to 2**13. Sums below 2**13 are then exact, in any order; larger ones become NaN.
-    """
-
-    ROUNDING = 1.5 * 2**12  # the last bit of a float64 from 2**12 to 2**13 is 2**-40
-
-    def __init__(self, optimizer, scaler):
-        self.scale = scaler.get_scale()  # of fp16, else 1
-        self.totals = {}
-        for p in parameters_of(optimizer):
-            dtype = torch.promote_types(p.dtype, torch.float64)
-            self.totals[p] = torch.zeros_like(p, dtype=dtype)
-
-    def divide_by(self, count):
-        """Before gradients of sums over items are rounded, divide them by this number of rank 0.
-
-        Collective.
-        """
-        count = count.double().clamp(min=1)
-        if dist.is_initialized():
-            dist.broadcast(count, 0)
-        self.scale = self.scale * count
-
-    def add_micro_batch(self):
-        """Move the gradients of a micro-batch from .grad to the totals."""
-        for p, total in self.totals.items():
-            if p.grad is not None:
-                gradient = p.grad.to(total.dtype) / self.scale
-                total.add_(gradient + self.ROUNDING - self.ROUNDING)
-                p.grad = None
-
-    def write_gradients(self):
-        """Add the totals of all ranks and write them to .grad. Collective."""
-        for p, total in self.totals.items():
-            if dist.is_initialized():
-                dist.all_reduce(total)
-            total.masked_fill_(total.abs() >= 2.0**13, math.nan)
-            p.grad = (total * self.scale).to(p.dtype)
 
 
 def check_replicas(model):
@@ -952,93 +1357,155 @@ def digests_of(tensors):
 
 
 # ------------------------------------------------------------------------------------ METRICS
-class Sync:
-    """At some steps, the ranks add up their metrics, and agree on whether to stop or to save.
+class Sums:
+    """What Task.loss() has returned since the last exchange, by interval. Never waits for a GPU."""
 
-    It makes the host wait for the GPU, and shows that all ranks live: after --hang-timeout seconds
-    without one, a rank prints its stacks and exits.
+    def __init__(self):
+        self.columns = defaultdict(list)  # by (interval, name)
+        self.shapes = None  # {name: shape}, the same in each micro-batch and on all ranks
+        self.are_compared = False
+
+    def add(self, interval, loss, values, batch, samples):
+        """samples: of the batch; how many the loss is the mean of, if values have no "count"."""
+        HangTimer.idle = 0
+        loss = loss.detach()
+        if "count" not in values:
+            parts = dict(batch) if isinstance(batch, Mapping) else batch
+            tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
+            sizes = {len(tensor) for tensor in tensors if tensor.dim()}
+            if samples and sizes and samples not in sizes:
+                raise UserError(
+                    f"{samples} samples became a batch of {max(sizes)}: if a collate_fn drops "
+                    'samples, return the number of the others as the sum "count" from Task.loss()'
+                )
+            values = {**values, "count": torch.tensor(samples)}
+        values = {**values, "loss": loss}
+        shapes = {}
+        for name, value in values.items():
+            shapes[name] = value.shape
+            self.columns[interval, name].append((value, value._version))
+        self.shapes = self.shapes or shapes
+        if shapes != self.shapes:
+            refuse_other_sums(shapes, self.shapes, "in each micro-batch")
+
+    def take(self):
+        """{interval: {name: sum of what was added}}, float64, in the same order on all ranks.
+
+        That of "loss" counts each mean loss as often as its items. Waits for the GPU. Collective
+        the first time, when the names are compared.
+        """
+        if not self.are_compared:
+            for shapes in gather(self.shapes):
+                refuse_other_sums(shapes, self.shapes, "on all ranks")
+            self.are_compared = True
+        totals = defaultdict(dict)
+        for interval in sorted({interval for interval, _ in self.columns}):
+            counts = self.column(interval, "count")
+            for name in sorted(self.shapes, key=str):
+                column = self.column(interval, name)
+                if name == "loss":
+                    column = column * counts
+                totals[interval][name] = column.sum(0)
+        self.columns.clear()
+        return totals
+
+    def column(self, interval, name):
+        """float64 [micro-batches, ...]"""
+        values = []
+        for value, version in self.columns[interval, name]:
+            if value._version != version:
+                raise UserError(f"Task.loss() must not change the sum {name} later: return a copy")
+            values.append(value)
+        return torch.stack(values).cpu().double()
+
+
+def refuse_other_sums(shapes, expected, where):
+    """UserError if Task.loss() has returned sums of other names or shapes."""
+    others = sorted(map(str, dict(shapes.items() ^ expected.items())))
+    if others:
+        names = ", ".join(others[:3])
+        raise UserError(f"Task.loss() must return the same sums {where}, also {names}")
+
+
+class Exchange:
+    """At some steps, the ranks add up their sums, and agree on whether to stop or to save.
+
+    Makes the host wait for the GPU.
     """
 
     SECONDS = 1  # between two exchanges; or one step, if that takes longer
 
-    def __init__(self, cfg, world):
-        self.cfg = cfg
+    def __init__(self, world):
         self.world = world
-        # What loss() has returned since the last exchange, by (interval, name).
-        self.columns = defaultdict(list)
         self.steps_between = 1  # from one exchange to the next
         # By step, if it is recorded: learning rate, and norm of the gradient before clipping.
         self.recorded = {}
         self.restart(0)
 
-    def restart(self, step: int):
+    def restart(self, step):
         """Start the clock again, for example after a save."""
-        start_hang_timer(self.cfg)
+        HangTimer.idle = 0
         self.step = step
         self.time = time.monotonic()
-        self.seconds_waited = 0.0
+        self.seconds_waited = 0.0  # for data
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step):
         """The same on all ranks."""
         return step >= self.step + self.steps_between
 
-    def add(self, interval, values):
-        """Keep numbers, and tensors without dimensions, without waiting for the GPU."""
-        for name, value in values.items():
-            number = value.detach() if isinstance(value, torch.Tensor) else value
-            self.columns[interval, name].append(number)
-
-    def take_sums(self):
-        """{(interval, name): sum of what was added}, in the same order on all ranks.
-
-        In float64. That of "loss" counts each mean loss as often as its items.
-        """
-        numbers = {}
-        for key, column in sorted(self.columns.items()):
-            is_tensor = isinstance(column[0], torch.Tensor)  # then it waits for the GPU
-            numbers[key] = torch.stack(column).tolist() if is_tensor else column
-        self.columns.clear()
-        sums = {}
-        for (interval, name), column in numbers.items():
-            counts = numbers[interval, "count"]
-            if len(column) != len(counts):
-                raise UserError(f"Task.loss() must return the same sums each time, also {name}")
-            if name == "loss":
-                column = [loss * count for loss, count in zip(column, counts)]
-            sums[interval, name] = float(sum(column))
-        return sums
-
-    def all_reduce(self, step: int, requests: list[str]):
+    def all_reduce(self, step, sums, requests):
         """({interval: sums over all ranks}, why to stop or "", the requests of any rank).
 
         Collective.
         """
-        start_hang_timer(self.cfg)
-        sums = self.take_sums()
-        numbers = {"elapsed": time.monotonic() - self.time, "waited": self.seconds_waited, **sums}
-        for request in REQUESTS:
-            numbers[request] = request in requests
+        totals = sums.take()
+        header = [time.monotonic() - self.time, self.seconds_waited]
+        header += [request in requests for request in REQUESTS]
+        parts = [torch.tensor(header, dtype=torch.float64)]
+        parts += [value.flatten() for values in totals.values() for value in values.values()]
+        vector = torch.cat(parts)
         if self.world.world_size > 1:
-            vector = torch.tensor([*numbers.values()], dtype=torch.float64).to(self.world.device)
+            vector = vector.to(self.world.device)
             dist.all_reduce(vector)
-            numbers = dict(zip(numbers, vector.tolist()))
-        agreed = [request for request in REQUESTS if numbers[request]]
+            vector = vector.cpu()
+        parts = iter(vector.split([part.numel() for part in parts]))
+        elapsed, waited, *flags = next(parts).tolist()
+        for values in totals.values():
+            for name, value in values.items():
+                values[name] = next(parts).reshape(value.shape)
+        agreed = [request for request, flag in zip(REQUESTS, flags) if flag]
         reason = next((request for request in agreed if request in STOP_REASONS), "")
         steps = max(1, step - self.step)
-        self.seconds_per_step = numbers["elapsed"] / steps / self.world.world_size
-        self.data_wait = numbers["waited"] / numbers["elapsed"]  # the share of the time
+        self.seconds_per_step = elapsed / steps / self.world.world_size
+        self.data_wait = waited / elapsed  # the share of the time
         # The first steps are slow: approach the right number by doubling it.
         self.steps_between = max(1, min(2 * steps, int(self.SECONDS / self.seconds_per_step)))
-        totals = defaultdict(dict)
-        for interval, name in sums:
-            totals[interval][name] = numbers[interval, name]
         return totals, reason, agreed
 
 
-def start_hang_timer(cfg):
-    """After --hang-timeout, unless it is started again, print all stacks and exit."""
-    # 2: sys.stderr may be closed, or replaced by something that is no file.
-    faulthandler.dump_traceback_later(cfg.hang_timeout, exit=True, file=2)
+class HangTimer:
+    """Prints all stacks after --hang-timeout seconds without progress; one of several ranks exits.
+
+    It counts its own seconds: a process that is suspended makes no progress, but does not hang.
+    """
+
+    idle = 0  # seconds of this process; whatever makes progress sets it to 0
+
+    def __init__(self, cfg):
+        HangTimer.idle = 0
+        self.limit = cfg.hang_timeout
+        self.is_over = threading.Event()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while not self.is_over.wait(1):
+            HangTimer.idle += 1
+            if HangTimer.idle == self.limit:
+                warn(f"no progress in {self.limit} s (--hang-timeout); all stacks of this rank:")
+                # 2: sys.stderr may be closed, or replaced by something that is no file.
+                faulthandler.dump_traceback(file=2, all_threads=True)
+                if launch_variable("WORLD_SIZE", 1) > 1:  # alone, nobody waits for it
+                    os._exit(1)
 
 
 class MetricsWriter:
@@ -1048,81 +1515,101 @@ class MetricsWriter:
     last record counts.
     """
 
-    def __init__(self, task, cfg, saver):
+    def __init__(self, task, cfg, saver, prefix):
         self.task = task
         self.cfg = cfg
         self.stream = saver.stream
+        self.prefix = prefix  # of the metrics of evaluations
         self.path = saver.directory / "metrics.jsonl"
+        self.has_reported = False
         self.board = None  # of TensorBoard
         self.wandb = None
         on_rank_0(self.open, saver)
 
     def open(self, saver):
-        options = vars(self.cfg) | {"config": None}
+        options = saver.options | {"config": None}
         text = f"# {saver.code}\n{yaml.safe_dump(options)}".encode()
         write_file(self.path.with_name("config.yaml"), lambda file: file.write(text))
-        if self.cfg.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # it takes time
+        try:
+            if self.cfg.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # it takes time
 
-            self.board = SummaryWriter(self.path.with_name("tensorboard"))
-        if self.cfg.wandb:
-            import wandb
+                self.board = SummaryWriter(self.path.with_name("tensorboard"))
+            if self.cfg.wandb:
+                import wandb
 
-            self.wandb = wandb.init(
-                id=saver.run_id, resume="allow", dir=self.path.parent, config=options
-            )
+                self.wandb = wandb.init(
+                    id=saver.run_id, resume="allow", dir=self.path.parent, config=options
+                )
+        except ImportError as error:
+            raise UserError(f"--tensorboard and --wandb need pip install ({error})") from None
 
-    def record_intervals(self, state, totals, sync, seconds_left):
-        """Add the totals of Sync to the state. Record the intervals that are complete."""
+    def record_intervals(self, state, totals, exchange, seconds_left):
+        """Add the totals of Exchange to the state. Record the intervals that are complete."""
         every = self.cfg.log_every_steps
         for interval, sums in totals.items():
             end = min(interval * every + every, state.step)
-            check_loss(sums, f"in the steps {interval * every + 1} to {end}")
+            if not math.isfinite(sums["loss"]):  # the same on all ranks
+                raise UserError(
+                    f"the loss is not finite in the steps {interval * every + 1} to {end}: lower "
+                    "--lr, or set --clip-grad-norm",
+                    "NaN",
+                )
             state.epoch_sums.update(sums)  # a Counter adds
             state.interval_sums.update(sums)
-            if not self.stream.ends_interval(end, every):
+            is_complete = self.stream.ends_interval(end, every)
+            if not is_complete and self.has_reported:
                 continue
             values = report(self.task, state.interval_sums)
+            self.has_reported = True  # a mistake in it shows after one step
+            if not is_complete:
+                continue
             state.interval_sums = Counter()
-            rate = self.cfg.global_batch_size / sync.seconds_per_step
+            rate = self.cfg.global_batch_size / exchange.seconds_per_step
             epoch = end * self.cfg.global_batch_size / self.stream.samples
             left = timedelta(seconds=round(seconds_left))
             line = f"  step {end}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
             log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
-            lr, norm = sync.recorded.pop(end)
+            lr, norm = exchange.recorded.pop(end)
             values |= {
                 "lr": lr,
                 "samples_per_second": rate,
-                "data_wait": sync.data_wait,  # share of the time
+                "data_wait": exchange.data_wait,  # share of the time
                 "gradient_norm": float(norm),
                 "seconds_left": seconds_left,
                 "gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # at its peak
             }
             self.record("train", end, values)
 
-    def record_evaluation(self, state, test_sums):
-        """Record an evaluation, and at its end the epoch. Returns the metrics of the test set.
+    def record_evaluation(self, state, sums):
+        """Record an evaluation, and at its end the epoch. Returns the metrics of the evaluation.
 
-        For rank 0. Both are empty without a test set.
+        For rank 0. Both are empty without a data set.
         """
-        test_values = {}
-        if test_sums:
-            check_loss(test_sums, "in the evaluation")
-            test_values = report(self.task, test_sums)
-        values = {f"test_{name}": value for name, value in test_values.items()}
+        values = {}
         # No sums: recorded by a run that saved only afterwards.
-        if state.epoch_sums and self.stream.ends_epoch(state.step):
+        ends_epoch = bool(state.epoch_sums) and self.stream.ends_epoch(state.step)
+        if ends_epoch:
+            values = report(self.task, state.epoch_sums)
+        results = report(self.task, sums) if sums else {}
+        values |= {f"{self.prefix}{name}": value for name, value in results.items()}
+        if ends_epoch:
             epoch = self.stream.epochs_done(state.step)
-            values = report(self.task, state.epoch_sums) | values
             log(f"Epoch {epoch}: {describe(values)}")
             self.record("epoch", state.step, {"epoch": epoch, **values})
             state.epoch_sums = Counter()
         elif values:
             log(f"  step {state.step}: {describe(values)}")
             self.record("evaluation", state.step, values)
-        return test_values
+        return results
 
-    def record(self, kind: str, step: int, values: dict):
+    def record_test(self, step, sums):
+        """The test set, at the end of a run with a validation set. For rank 0."""
+        values = {f"test_{name}": value for name, value in report(self.task, sums).items()}
+        log(f"Test set, with the best checkpoint: {describe(values)}")
+        self.record("test", step, values)
+
+    def record(self, kind, step, values):
         if not is_rank_0():
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -1142,16 +1629,22 @@ class MetricsWriter:
 
 
 def report(task, sums):
-    """Task.report(), whose values may also be tensors or numbers of NumPy."""
-    return {name: float(value) for name, value in task.report(dict(sums)).items()}
-
-
-def check_loss(sums, where):
-    """UserError if the sum of the losses is not finite; the same on all ranks."""
-    if not math.isfinite(sums["loss"]):
-        raise UserError(
-            f"the loss is not finite {where}: lower --lr, or set --clip-grad-norm", "NaN"
-        )
+    """Task.report(). Where a metric cannot be computed, such as F1 of no samples, it is NaN."""
+    try:
+        values = task.report(dict(sums))
+    except (ArithmeticError, ValueError) as error:
+        warn_once(f"Task.report() has failed, so {task.best} is NaN ({name_of(error)}: {error})")
+        values = {task.best: math.nan, "loss": sums["loss"] / sums["count"]}
+    if not isinstance(values, Mapping):
+        raise UserError(f"Task.report() must return a dict of metrics, not {name_of(values)}")
+    numbers = {}
+    for name, value in values.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            text = f"Task.report(): {name} is {name_of(value)}, and a metric is one number"
+            raise UserError(text) from None
+    return numbers
 
 
 def describe(values):
@@ -1163,6 +1656,8 @@ def log(text, stream=None):
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
+    except UnicodeError:  # the output takes ASCII only
+        log(text.encode("ascii", "backslashreplace").decode(), stream)
     except OSError:  # a closed terminal, a `tee` killed by Ctrl-C, a full disk under the log
         with suppress(AttributeError, OSError):  # not a file of the system
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -1172,39 +1667,52 @@ def warn(text):
     log(f"WARNING: {text}", sys.stderr)
 
 
-def log_on_rank_0(text: str):
+@functools.cache
+def warn_once(text):
+    """What every rank finds out, from rank 0."""
+    if is_rank_0():
+        warn(text)
+
+
+def log_on_rank_0(text):
     if is_rank_0():
         log(text)
 
 
 # ----------------------------------------------------------------------------------- STOPPING
-STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
-STOP_REASONS = [*[number.name for number in STOP_SIGNALS], "STOP file", "time limit"]
+STOP_NAMES = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"]
+STOP_SIGNALS = [getattr(signal, name) for name in STOP_NAMES if hasattr(signal, name)]
+STOP_REASONS = [*STOP_NAMES, "STOP file", "time limit"]
 REQUESTS = [*STOP_REASONS, "SAVE", "PROFILE"]
 
 
 class StopRequests:
     """Reasons to stop: signals, files and the clock. A second Ctrl-C ends the process."""
 
+    signal = ""  # the name of the first one that this process has received
+
     def __init__(self, cfg):
-        self.signal = ""  # the name of the first one
+        StopRequests.signal = ""
         self.signal_time = 0.0
         stop_file = run_directory(cfg) / "STOP"
         self.files = [stop_file, Path(os.environ.get("STOP_FILE") or stop_file)]
-        end = os.environ.get("DEADLINE") or os.environ.get("SLURM_JOB_END_TIME") or "inf"
-        time_left = float(end) - time.time()
+        end = launch_variable("DEADLINE", launch_variable("SLURM_JOB_END_TIME", math.inf))
+        time_left = end - time.time()
         if time_left < 0:  # of a Slurm job that has ended, in whose terminal this was started
             warn("ignored a DEADLINE or SLURM_JOB_END_TIME that is over")
             time_left = math.inf
         self.deadline = time.time() + max(time_left - 120, 0.9 * time_left)  # time to save
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python gives signals to the main thread only
         for number in STOP_SIGNALS:
-            under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            name = signal.Signals(number).name
+            under_nohup = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
             if not under_nohup:
                 signal.signal(number, self.on_signal)
 
-    def on_signal(self, number: int, _frame):
+    def on_signal(self, number, _frame):
         if not self.signal:
-            self.signal = signal.Signals(number).name
+            StopRequests.signal = signal.Signals(number).name
             self.signal_time = time.time()
             if number == signal.SIGINT and is_rank_0():
                 with suppress(OSError):  # not print(), which Ctrl-C may have interrupted
@@ -1227,18 +1735,29 @@ class StopRequests:
 LOCK_SECONDS = 120  # to wait for another process to leave the run directory
 
 
-def lock_directory(cfg) -> int:
-    """Let only one process train in --checkpoint-dir. For rank 0.
+@contextmanager
+def only_run_in_directory(cfg):
+    """Lock --checkpoint-dir, so that no other run writes to it. Collective.
 
-    Returns a file descriptor: the kernel frees the lock when it is closed, or when the process and
-    its loader workers have ended.
+    The kernel frees the lock, too, when the process and its loader workers have ended.
     """
+    lock = on_rank_0(lock_directory, cfg)
+    try:
+        yield
+        gather(None)  # until rank 0 has written everything: a launcher may end all when one exits
+    finally:
+        if is_rank_0():
+            os.close(lock)
+
+
+def lock_directory(cfg):
+    """The file descriptor of the lock. For rank 0."""
     directory = run_directory(cfg)
     file = directory / "lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        for waited in range(LOCK_SECONDS + 1):
+        for waited in range(LOCK_SECONDS + 1 if fcntl else 0):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -1261,7 +1780,7 @@ def lock_directory(cfg) -> int:
     return lock
 
 
-def write_file(path: Path, write: Callable):
+def write_file(path, write):
     """Call write(file) on a temporary file; rename it once its content is on disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -1285,6 +1804,7 @@ class Saver:
         self.cfg = cfg
         self.stream = stream
         self.directory = run_directory(cfg)
+        self.options = plain_options(task, cfg)
         self.code = on_rank_0(code_version)
         # Compared at a resume, as the options are.
         self.identity = {
@@ -1300,20 +1820,22 @@ class Saver:
         self.newest = None  # checkpoint of this run, even if its save has failed
         self.has_failed = False  # the last save has
 
-    def restore(self, path: Path, checkpoint: dict, state, model, optimizer, scaler):
+    def restore(self, path, checkpoint, state, model, optimizer, scaler):
         """Continue from the checkpoint."""
-        refuse_changes(self.cfg, checkpoint, self.identity)
-        model.load_state_dict(checkpoint["model"])
+        refuse_changes(self.cfg, self.options, checkpoint, self.identity)
+        load_weights(model, checkpoint["model"])
         fresh_groups = [dict(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict(checkpoint["optimizer"])
         # Not tensors that are mapped: a deleted file would keep its place on the disk.
-        optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        for p, values in optimizer.state.items():
+            optimizer.state[p] = tree_map_only(torch.Tensor, unmapped, values)
         # What the optimizer has learned is part of the run, but options apply as they are now.
         for group, fresh in zip(optimizer.param_groups, fresh_groups):
             options = {"initial_lr", *vars(self.cfg)}
             group.update({name: fresh[name] for name in options & fresh.keys()})
         if checkpoint["scaler"]:  # of fp16
             scaler.load_state_dict(checkpoint["scaler"])
-        vars(state).update(checkpoint["state"])
+        vars(state).update(copy.deepcopy(checkpoint["state"]))
         self.newest = path
         self.start_step = state.step
         if path.parent == self.directory:
@@ -1346,38 +1868,18 @@ class Saver:
         name = f"checkpoint_step_{state.step}.pt"
         if self.stream.ends_epoch(state.step):
             name = f"checkpoint_epoch_{self.stream.epochs_done(state.step)}.pt"
+        self.newest = path = self.directory / name
         if not all(p.isfinite().all() for p in model.parameters()):
-            raise UserError(f"{name} not saved: the weights are not finite; lower --lr", "NaN")
-        content = {
-            **self.identity,
-            "config": vars(self.cfg),
-            "run_id": self.run_id,
-            "state": vars(state),
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict(),
-        }
+            raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
+        content = self.content(state, model, optimizer, scaler)
         content["digests"] = digests_in(content)
-        self.newest = self.directory / name
-
-        def write(file):
-            torch.save(content, file)
-            file.flush()
-            try:
-                open_checkpoint(file.name)  # what cannot be loaded ends the run now, not later
-            except pickle.UnpicklingError as error:
-                kind = str(error).rpartition("GLOBAL ")[2].partition(" was not")[0]
-                raise UserError(
-                    f"a checkpoint cannot hold {kind}, only numbers, texts and tensors"
-                ) from None
-
         try:
-            write_file(self.newest, write)
+            write_file(path, functools.partial(write_checkpoint, content))
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
             paths = checkpoints_in(self.directory)
-            paths.sort(key=lambda path: (path == self.newest, path.lstat().st_mtime))
+            paths.sort(key=lambda old: (old == path, old.lstat().st_mtime))
             for old in paths[: -self.cfg.keep]:  # this one is always among those that stay
                 old.unlink(missing_ok=True)
         except UserError as error:
@@ -1388,16 +1890,42 @@ class Saver:
         self.last_save = time.monotonic()
         (self.directory / "SAVE").unlink(missing_ok=True)
 
+    def content(self, state, model, optimizer, scaler):
+        return {
+            **self.identity,
+            "config": self.options,
+            "run_id": self.run_id,
+            "state": vars(state),
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(),
+        }
+
+    def try_to_save(self, state, model, optimizer, scaler):
+        """UserError, before the first step, if a checkpoint could not hold this run. For rank 0."""
+        try:
+            content = self.content(state, model, optimizer, scaler)
+        except Exception as error:
+            text = f"the state of the model or the optimizer cannot be saved: {error}"
+            raise UserError(text) from None
+        content = tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), content)
+        trial = self.directory / "checkpoint_trial"
+        write_file(trial, functools.partial(write_checkpoint, content))
+        trial.unlink()
+
     def save_best(self):
         """Keep the newest checkpoint as best.pt, beside the others. For rank 0."""
         temporary = self.directory / ".checkpoint_best.tmp"
         try:
-            os.link(self.newest, temporary)
+            try:
+                os.link(self.newest, temporary)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(self.newest, temporary)
             temporary.replace(self.directory / "best.pt")
         finally:
             temporary.unlink(missing_ok=True)  # it stays if best.pt is that file already
 
-    def write_status(self, step: int, state: str, reason: str = "", seconds_left=None):
+    def write_status(self, step, state, reason="", seconds_left=None):
         """status.json, and a copy for the supervisor. States: running, finished, stopped,
         failed. After a kill, it stays "running".
         """
@@ -1419,13 +1947,28 @@ class Saver:
                 write_file(Path(path), lambda file: file.write(text))
 
 
-def checkpoints_in(directory: Path):
+def write_checkpoint(content, file):
+    torch.save(content, file)
+    file.flush()
+    try:
+        open_checkpoint(file.name)  # what cannot be loaded ends the run now, not later
+    except pickle.UnpicklingError as error:
+        kind = str(error).rpartition("GLOBAL ")[2].partition(" was not")[0]
+        text = f"a checkpoint cannot hold {kind}, only numbers, texts and tensors"
+        raise UserError(text) from None
+
+
+def unmapped(tensor):
+    return tensor.clone() if tensor.device.type == "cpu" else tensor
+
+
+def checkpoints_in(directory):
     """Not copies such as checkpoint_epoch_3_good.pt."""
     name = re.compile(r"checkpoint_(epoch|step)_\d+\.pt")
     return [path for path in directory.iterdir() if name.fullmatch(path.name)]
 
 
-def find_checkpoint(cfg) -> Path | None:
+def find_checkpoint(cfg):
     """The newest intact checkpoint in --checkpoint-dir, else that of --resume. For rank 0."""
     directory = run_directory(cfg)
     paths = checkpoints_in(directory)
@@ -1443,17 +1986,20 @@ def find_checkpoint(cfg) -> Path | None:
         return path
     if paths:
         raise UserError(f"no intact checkpoint in {directory}: set another --checkpoint-dir")
-    return Path(cfg.resume) if cfg.resume else None
+    if not cfg.resume:
+        return None
+    load_checkpoint(Path(cfg.resume))
+    return Path(cfg.resume)
 
 
-def step_of(path: Path):
+def step_of(path):
     """Infinity if it cannot be loaded: find_checkpoint() then comes to it first, and names it."""
     with suppress(Exception):
         return open_checkpoint(path)["state"]["step"]
     return math.inf
 
 
-def open_checkpoint(path: Path):
+def open_checkpoint(path):
     """Its content, mapped into memory: a tensor is read when it is used."""
     with zipfile.ZipFile(path) as archive:
         (rest,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -1461,13 +2007,16 @@ def open_checkpoint(path: Path):
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def load_checkpoint(path: Path):
-    """open_checkpoint(), or a UserError if the file is not as it was saved."""
+def load_checkpoint(path, is_verified=True):
+    """open_checkpoint(), or a UserError if the file is not as it was saved.
+
+    is_verified: read and compare all of it.
+    """
+    HangTimer.idle = 0
     try:
         checkpoint = open_checkpoint(path)
-        digests = checkpoint["digests"]  # empty in a file of weights that was converted
-        if digests and digests != digests_in(checkpoint):
-            raise ValueError("a tensor is not as it was saved")
+        if is_verified:
+            verify(checkpoint)
         return checkpoint
     except (FileNotFoundError, PermissionError) as error:
         text = f"{socket.gethostname()} cannot read {path} ({error.strerror})"
@@ -1477,23 +2026,59 @@ def load_checkpoint(path: Path):
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
 
 
-def digests_in(checkpoint: dict):
+def verify(checkpoint):
+    digests = checkpoint["digests"]  # empty in a file of weights that was converted
+    if digests and digests != digests_in(checkpoint):
+        raise ValueError("a tensor is not as it was saved")
+
+
+def digests_in(checkpoint):
     """Of all tensors in it, which may be on several devices."""
     leaves = tree_leaves(checkpoint)
     return [digests_of([leaf]).item() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def load_weights(model, weights):
+    """load_state_dict(), also for buffers that have grown."""
+    for name, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            saved = weights.get(f"{name}.{leaf}" if name else leaf)
+            if saved is not None and saved.shape != buffer.shape:
+                module._buffers[leaf] = saved.to(buffer.device, copy=True)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"the model is another one than that of the checkpoint ({error})") from None
+
+
 def load_initial_weights(cfg, model):
-    """--init: the weights of another run; says which do not fit the model."""
-    weights = load_checkpoint(Path(cfg.init))["model"]
+    """--init: the weights of a checkpoint, or a state dict of others; says which do not fit."""
+    try:
+        weights = torch.load(cfg.init, map_location="cpu", weights_only=True)
+        if "digests" in weights:
+            verify(weights)
+    except Exception as error:
+        text = f"cannot read --init {cfg.init}, a file of torch.save()"
+        raise UserError(f"{text} ({type(error).__name__}: {error})") from None
+    for key in ("model", "state_dict"):
+        weights = weights.get(key, weights)
     own = model.state_dict()
     fitting = {}
-    for name, weight in weights.items():
-        if torch.is_tensor(weight) and name in own and weight.shape == own[name].shape:
-            fitting[name] = weight
+    # Others may have saved the network inside of ours, or ours inside of a wrapper.
+    for prefix in {"", *[name.partition(".")[0] + "." for name in own]}:
+        found = {}
+        for name, weight in weights.items():
+            name = prefix + name.removeprefix("module.")
+            if torch.is_tensor(weight) and name in own and weight.shape == own[name].shape:
+                found[name] = weight
+        fitting = max(fitting, found, key=len)
+    if not fitting:
+        names = f"{', '.join(list(weights)[:3])} ..., not {', '.join(list(own)[:3])} ..."
+        raise UserError(f"--init {cfg.init}: no weight fits the model; it has {names}")
     model.load_state_dict(fitting, strict=False)
-    others = ", ".join(sorted((own.keys() | weights.keys()) - fitting.keys()))
-    log_on_rank_0(f"Weights of {cfg.init}: {len(fitting)} taken; not: {others or 'none'}")
+    others = ", ".join(sorted(own.keys() - fitting.keys()))
+    taken = f"{len(fitting)} taken, {len(weights) - len(fitting)} left"
+    log_on_rank_0(f"Weights of {cfg.init}: {taken}; new in the model: {others or 'none'}")
 
 
 def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.Module:
@@ -1507,48 +2092,38 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
     if checkpoint["task"] != name:
         raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass that task")
     task.spec = checkpoint["spec"]
-    options = {action.dest: action.default for action in build_parser(task)._actions}
-    options |= checkpoint["config"]  # which lacks options that were added later
-    model = task.model(argparse.Namespace(**options))
-    model.load_state_dict(checkpoint["model"])
+    task.cfg = saved_options(build_parser(task), checkpoint["config"]).parse_args([])
+    model = new_model(task, task.cfg)
+    load_weights(model, checkpoint["model"])
     model.requires_grad_(False)
     return model.to(device).eval()
 
 
-# ------------------------------------------------------------------------------------ OPTIONS
-# What may change in a run at any time:
-FREE_OPTIONS = {"config", "evaluate", "checkpoint_dir", "resume", "init", "epochs", "stop_at_step"}
-FREE_OPTIONS |= {"data_dir", "num_workers", "log_every_steps", "tensorboard", "wandb", "keep"}
-FREE_OPTIONS |= {"checkpoint_every_steps", "save_minutes", "nodes", "gpus_per_node"}
-FREE_OPTIONS |= {"distributed_backend", "hang_timeout", "eval_every_steps", "patience"}
-# What never changes in a run:
-FIXED_OPTIONS = {"seed", "batch_size", "global_batch_size", "optimizer", "dataset"}
-FIXED_OPTIONS |= {"task", "spec", "samples"}  # see Saver.identity
-
-
+# ---------------------------------------------------------------------------- READING OPTIONS
 class UserError(Exception):
     """Something the user can fix: printed as one sentence, without a traceback."""
 
-    def __init__(self, text: str, cause: str = "configuration"):
+    def __init__(self, text, cause="configuration"):
         text = text.rpartition("UserError: ")[2]  # a loader worker's comes with its traceback
         super().__init__(" ".join(text.split()))
         self.cause = cause  # for scripts/supervise.py: after "disk", a restart may help
 
 
-def run_directory(cfg) -> Path:
+def run_directory(cfg):
     return Path(cfg.checkpoint_dir or "checkpoints")
 
 
-def refuse_changes(cfg, checkpoint: dict, identity: dict):
+def refuse_changes(cfg, options, checkpoint, identity):
     """UserError if options, or the identity of the run, have changed in a way that is not allowed.
 
     Without --checkpoint-dir, a second experiment would continue the first one by mistake.
     """
     before = checkpoint["config"] | {name: checkpoint[name] for name in identity}
     changes = {}
-    for name, now in (vars(cfg) | identity).items():
-        if name not in FREE_OPTIONS and name in before and before[name] != now:
-            changes[name] = f"{name} {before[name]} -> {now}"
+    for name, now in (options | identity).items():
+        then = before.get(name, now)
+        if name not in FREE_OPTIONS and as_text(then) != as_text(now):
+            changes[name] = f"{name} {then} -> {now}"
     text = ", ".join(changes.values())
     refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes.keys() - {"code"}
     if refused:
@@ -1562,12 +2137,47 @@ def refuse_changes(cfg, checkpoint: dict, identity: dict):
         log_on_rank_0(f"Changed since the checkpoint: {text}")
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
+def as_text(value):
+    """Equal for equal values, also where they hold tensors or NaN."""
+    return repr(tree_map_only(torch.Tensor, torch.Tensor.tolist, value))
+
+
+def plain_options(task, cfg):
+    """The options as a checkpoint and a YAML file can hold them: a Path, for example, as a text.
+
+    UserError if the type of an option does not read back what is written.
+    """
+    options = {}
+    for name, value in vars(cfg).items():
+        plain = {str, int, float, bool, type(None)}  # not a class derived from them
+        if not plain.issuperset(map(type, tree_leaves(value))):
+            value = str(value.value if isinstance(value, enum.Enum) else value)
+        options[name] = value
+    try:
+        again = saved_options(build_parser(task), options).parse_args([])
+        for name, value in options.items():
+            if isinstance(value, str) and repr(getattr(again, name)) != repr(getattr(cfg, name)):
+                raise ValueError(f"{name} {value!r}")
+    except Exception as error:
+        text = f"an option could not be read from a checkpoint again: {error}"
+        raise UserError(text) from None
+    return options
+
+
+def saved_options(parser, options):
+    """The parser, with the options of a checkpoint as defaults; argparse converts texts."""
+    parser.set_defaults(**options)
+    for action in parser._actions:
+        action.required = False
+    return parser
+
+
+def did_you_mean(word, known):
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     return f", did you mean {near[0]}?" if near else ""
 
 
-def code_version() -> str:
+def code_version():
     """What runs: digests of the started script and of this file, and the commit."""
     started = getattr(sys.modules["__main__"], "__file__", __file__)
     parts = []
@@ -1584,99 +2194,19 @@ def code_version() -> str:
 class Parser(argparse.ArgumentParser):
     """Raises UserError where argparse would print its usage and exit."""
 
-    def error(self, message: str):
+    def error(self, message):
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         hint = did_you_mean(unknown[1], [*self._option_string_actions]) if unknown else ""
         raise UserError(message + hint)
 
 
-def build_parser(task) -> Parser:
-    """The options, one per line. They are also the keys of a config file, with _ instead of -."""
-    parser = Parser(
-        description=sys.modules["__main__"].__doc__,  # of the started script
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        conflict_handler="resolve",  # a task may define an option anew
-    )
-    add = parser.add_argument
-    switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=False)
-
-    def option(name: str, kind: Callable, text: str, default=None):
-        add(name, type=kind, default=default, help=text)
-
-    option("--config", path, "FILE of options in YAML; the command line wins")
-    option("--evaluate", path, "FILE.pt: evaluate it and nothing else, by its options")
-    add("--checkpoint-dir", "--save-dir", type=path, help="of this run [checkpoints]")
-    option("--resume", path, "FILE.pt: continue its run in a new --checkpoint-dir")
-    option("--init", path, "FILE.pt: begin with the weights of another run")
-    option("--epochs", positive_int, "passes over the training data [5]", 5)
-    option("--stop-at-step", positive_int, "save and exit at this step; same schedule")
-    option("--seed", int, "random seed [42]", 42)
-    switch("--deterministic", help="repeatable kernels, slower on a GPU")
-    switch("--reproducible", help="the same weights on any number of ranks")
-    option("--data-dir", path, "where the data is or is downloaded to [data]", "data")
-    option("--num-workers", int, "loader workers, for files [cores of a rank]")
-    option("--batch-size", positive_int, "micro-batch: samples per forward pass [64]", 64)
-    option("--global-batch-size", positive_int, "samples per step [batch size x ranks]")
-    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="[sgd]")
-    option("--lr", not_negative, "peak learning rate [0.05]", 0.05)
-    option("--warmup-epochs", not_negative, "epochs of linear warm-up [0.2]", 0.2)
-    option("--weight-decay", not_negative, "[0.0001]", 1e-4)
-    option("--clip-grad-norm", not_negative, "largest norm of the gradient; 0: off [0]", 0.0)
-    add("--amp", choices=["off", "bf16", "fp16"], default="off", help="mixed precision [off]")
-    switch("--tf32", default=True, help="TF32 for products of float32 on GPUs [on]")
-    switch("--compile", help="torch.compile the model")
-    switch("--activation-checkpointing", help="less memory, slower")
-    option("--eval-every-steps", positive_int, "evaluate every N steps and each epoch")
-    option("--patience", positive_int, "stop after N evaluations without a better one")
-    option("--log-every-steps", positive_int, "steps between records [20]", 20)
-    switch("--tensorboard", help="also write TensorBoard files")
-    switch("--wandb", help="also log to W&B (WANDB_MODE=offline works)")
-    option("--save-minutes", not_negative, "minutes between saves [10]", 10.0)
-    option("--checkpoint-every-steps", positive_int, "also save every N steps")
-    option("--keep", positive_int, "newest checkpoints to keep [3]", 3)
-    add("--distributed-backend", choices=["nccl", "gloo"], help="[nccl or xccl on GPUs, else gloo]")
-    option("--nodes", positive_int, "fail unless there are this many nodes")
-    option("--gpus-per-node", positive_int, "fail unless a node has this many ranks")
-    option("--hang-timeout", positive_int, "seconds without progress [600]", 600)
-    task.add_options(parser)  # last: it may set defaults of the others
-    return parser
-
-
-def path(text: str) -> str:
-    """Replaces ~ and $VARIABLES, which a shell does not do after =, nor YAML at all."""
-    text = os.path.expandvars(os.path.expanduser(text))
-    if "$" in text:  # of a variable that is not set
-        raise ValueError
-    return text
-
-
-def positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError  # argparse then names the option, this function and the text
-    return number
-
-
-def not_negative(text: str) -> float:
-    number = float(text)
-    if not number >= 0:  # also if it is NaN
-        raise ValueError
-    return number
-
-
-def fraction(text: str) -> float:
-    if float(text) > 1:
-        raise ValueError
-    return not_negative(text)
-
-
-def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespace:
+def parse_config(argv, task=None):
     """The options. The command line overrides the file --config, which overrides the defaults.
 
     With --evaluate, the options of that checkpoint are the defaults.
     """
-    parser = build_parser(task or Task())
+    task = task or Task()
+    parser = build_parser(task)
     files = Parser(add_help=False, allow_abbrev=False)
     files.add_argument("--config", type=path)
     files.add_argument("--evaluate", type=path)
@@ -1684,13 +2214,14 @@ def parse_config(argv: list[str], task: Task | None = None) -> argparse.Namespac
     words = []
     if given.evaluate:  # the launchers also name a config, but a checkpoint has its own options
         saved = load_checkpoint(Path(given.evaluate))["config"]
-        parser.set_defaults(**saved | {"nodes": None, "gpus_per_node": None})
+        saved_options(parser, saved | {"nodes": None, "gpus_per_node": None})
     elif given.config:
-        words = read_config(given.config, parser)
-    return parser.parse_args(words + argv)
+        words = read_config(given.config, task)
+    task.cfg = parser.parse_args(words + argv)
+    return task.cfg
 
 
-def read_config(file: str, parser) -> list[str]:
+def read_config(file, task):
     """The words of a command line for a YAML file like `epochs: 5`: ["--epochs=5"]."""
     try:
         # All values are texts: `amp: off` stays "off", and nothing in the file is executed.
@@ -1699,53 +2230,102 @@ def read_config(file: str, parser) -> list[str]:
         raise UserError(f"cannot read --config {file} ({error})") from None
     if not isinstance(options, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
+    parser = saved_options(build_parser(task), {})
     words = []
     for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        action = parser._option_string_actions.get(flag)  # None: argparse will refuse the flag
-        is_switch = action and action.nargs == 0
-        text = str(value).lower()
-        if value in ("", "null", "~"):  # the default
-            continue
-        if isinstance(value, list):
-            words += [flag, *map(str, value)]
-        elif is_switch and text == "true":
-            words.append(flag)
-        elif is_switch and text == "false":
-            words += [word for word in action.option_strings if word.startswith("--no-")]
-        else:
-            words.append(f"{flag}={value}")
+        try:
+            found = words_of(parser, str(name).replace("-", "_"), value)
+            parser.parse_args(found)
+        except UserError as error:
+            raise UserError(f"--config {file}, {name}: {error}") from None
+        words += found
     return words
+
+
+def words_of(parser, key, value):
+    """The words that give an option this value of a YAML file, none if it is the default.
+
+    key: its name, or where argparse stores its value (dest), with _ instead of -.
+    """
+    flags = {word.lstrip("-").replace("-", "_"): word for word in parser._option_string_actions}
+    for action in parser._actions:
+        if action.dest == key and action.option_strings:
+            flags.setdefault(key, action.option_strings[0])
+            if value in ("", "null", "~") or texts_of(value) == texts_of(action.default):
+                return []
+            if action.nargs == 0 and texts_of(value) == texts_of(action.const):
+                return [action.option_strings[0]]
+    if key not in flags:
+        raise UserError(f"there is no such option{did_you_mean(key, [*flags])}")
+    flag = flags[key]
+    action = parser._option_string_actions[flag]
+    if isinstance(action, argparse._CountAction) and value.isdigit():
+        return [flag] * int(value)
+    if action.nargs == 0 and texts_of(value) == "true":
+        return [flag]
+    if action.nargs == 0 and texts_of(value) == "false":
+        return [word for word in action.option_strings if word.startswith("--no-") and word != flag]
+    if isinstance(action, argparse._AppendAction):  # once for each value
+        return [f"{flag}={part}" for part in value]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]
+
+
+def texts_of(value):
+    """As YAML writes it."""
+    if isinstance(value, (list, tuple)):
+        return [str(part) for part in value]
+    text = str(value)
+    return text.lower() if text.lower() in ("true", "false") else text
 
 
 # --------------------------------------------------------------------------------------- MAIN
 def main(task: Task | None = None, argv: list[str] | None = None):
     """Train or evaluate as the command line says. A script of your own calls main(MyTask())."""
     task = task or Task()
+    children = multiprocessing.active_children()
+    numbers = [*STOP_SIGNALS, getattr(signal, "SIGCHLD", signal.SIGINT)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    timer = None
     try:
         cfg = parse_config(sys.argv[1:] if argv is None else argv, task)
+        timer = HangTimer(cfg)
         configure_torch(cfg)
         world = setup_distributed(cfg)
         if cfg.evaluate:
             evaluate_checkpoint(task, cfg, world)
         else:
-            train(task, cfg, world)
+            with only_run_in_directory(cfg):
+                train(task, cfg, world)
     except UserError as error:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # its launcher may end this rank
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # its launcher may end this rank
         if not is_rank_0():
             time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
         log(f"{Path(sys.argv[0]).name}: error: {error}", sys.stderr)
         raise SystemExit(2) from error
-    finally:
-        faulthandler.cancel_dump_traceback_later()  # a script may go on after main()
+    finally:  # a notebook, for example, goes on after main()
+        if timer:
+            timer.is_over.set()
         gc.enable()
         gc.unfreeze()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else PyTorch raises an error at the exit
-        for worker in multiprocessing.active_children():
+        for worker in set(multiprocessing.active_children()) - set(children):
             worker.kill()  # of a DataLoader; exit would wait for it
+        put_back(handlers)
     if dist.is_initialized():
         time.sleep(0.2)  # for gloo: pytorch issue 179291
         dist.destroy_process_group()  # not after an error: it might wait for other ranks
+
+
+def put_back(handlers):
+    """Of signals. After a stop, only for a user who goes on: its signal may come several times."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    is_stopping = StopRequests.signal and not hasattr(sys, "ps1")  # of a notebook or a prompt
+    for number, handler in handlers.items():
+        if handler is not None and not (is_stopping and number in STOP_SIGNALS):
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ class SlowBackbone(FineTuning):
         groups = [{"params": head}, {"params": backbone, "lr": cfg.lr / 10}]
         return torch.optim.AdamW(groups, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
 
-    def lr_factor(self, cfg, epoch):
+    def lr_factor(self, cfg, step, total_steps):
+        epoch = cfg.epochs * step / total_steps
         passed = [text for text in cfg.milestones.split(",") if epoch >= int(text)]
         return 0.1 ** len(passed)
 

@@ -58,7 +58,7 @@ class FineTuning(Images):
     def model(self, cfg):
         try:
             resnet = models.get_model(cfg.model, weights=self.weights)
-        except (ValueError, KeyError, OSError) as error:
+        except Exception as error:  # of a name, a download or a damaged file
             text = f"cannot load --model {cfg.model} --weights {cfg.weights}"
             raise UserError(f"{text} ({error})") from None
         if not isinstance(resnet, models.ResNet):

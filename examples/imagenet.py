@@ -10,7 +10,7 @@ Shows random crops, classes named by folders, and how to read rotated, 16-bit an
 DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (or .png).
 """
 
-import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -35,36 +35,42 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's pixels
 
 def image_folders(root: Path, size: int):
     """(training set, test set): uint8 [3, size, size] and a label; random crops, or the middle."""
-    crop = transforms.RandomResizedCrop(size)
-    flip = transforms.RandomHorizontalFlip()
-    resize = transforms.Resize(size * 8 // 7)
-    center = transforms.CenterCrop(size)
-    train_transform = transforms.Compose([crop, flip, transforms.PILToTensor()])
-    test_transform = transforms.Compose([resize, center, transforms.PILToTensor()])
+    random = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    middle = [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)]
+    train_transform = transforms.Compose([*random, transforms.PILToTensor()])
+    test_transform = transforms.Compose([*middle, transforms.PILToTensor()])
     try:
         train = datasets.ImageFolder(root / "train", train_transform, loader=read_image)
         test = datasets.ImageFolder(root / "val", test_transform, loader=read_image)
     except OSError as error:
         needed = f"{root}/train/CLASS/ and {root}/val/CLASS/"
         raise UserError(f"--data-dir needs images in {needed} ({error})") from None
-    hidden = {name for name in train.classes if name.startswith(".")}
-    odd = hidden or set(train.classes) ^ set(test.classes)
+    for folder in (train, test):
+        found: dict[str, str] = {}
+        for directory in sorted({os.path.dirname(path) for path, _ in folder.samples}):
+            other = found.setdefault(os.path.realpath(directory), directory)
+            if other != directory:
+                raise UserError(f"{directory} is a link to {other}: its images would count twice")
+    odd = {name for name in train.classes if name[0] == "."} or {*train.classes} ^ {*test.classes}
     if odd:
         names = ", ".join(sorted(odd))
         raise UserError(f"these classes of {root} are hidden, or only in train/ or val/: {names}")
     return train, test
 
 
-def read_image(path: str) -> Image.Image:
-    """An RGB image as a viewer shows it: upright, and 16-bit gray as 8-bit."""
+def read_image(file, name: str = "") -> Image.Image:
+    """An RGB image as a viewer shows it: upright, 16-bit gray as 8-bit. file: a path, or open."""
     try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
-    except (OSError, Image.DecompressionBombError) as error:
-        raise UserError(f"cannot read {path} ({error})") from None
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("RGB")
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened)
+        if image.mode.startswith("I;16"):
+            bits = getattr(opened, "tag_v2", {}).get(258, [16])[0]  # a TIFF file may have 12
+            image = Image.fromarray((np.asarray(image) >> bits - 8).astype(np.uint8))
+        if image.mode in ("I", "F"):  # white may be 1, 255, 65535 or any other number
+            raise ValueError(f"mode {image.mode} has 32 bits: convert it to 8 bits per channel")
+        return image.convert("RGB")
+    except Exception as error:  # PIL raises many kinds
+        raise UserError(f"cannot read {name or file} ({type(error).__name__}: {error})") from None
 
 
 class Images(Task):
@@ -72,8 +78,7 @@ class Images(Task):
         add = parser.add_argument
         add("--model", default="resnet18", help="a classifier of torchvision [resnet18]")
         add("--image-size", type=positive_int, default=224, help="pixels per side [224]")
-        add("--synthetic", action=argparse.BooleanOptionalAction, default=False,
-            help="train on noise instead of files, for benchmarks")  # fmt: skip
+        add("--synthetic", action="store_true", help="train on noise instead, for benchmarks")
 
     def data(self, cfg):
         if cfg.synthetic:

@@ -4,7 +4,7 @@
     TRAIN_SCRIPT=examples/learning_rate.py scripts/ssh/launch_singlenode.sh \
         configs/default_config.yaml 2 --lr-base-batch-size 64 --checkpoint-dir runs/learning_rate_2
 
-Shows lr_factor(), which is a function of the epoch alone, so a resumed run needs no state of a
+Shows lr_factor(), which is a function of the step alone, so a resumed run needs no state of a
 scheduler. With --lr-base-batch-size B, --lr is the rate for a global batch of B samples, and grows
 in proportion to the global batch (Goyal et al., arXiv:1706.02677).
 """
@@ -31,9 +31,10 @@ class OtherSchedule(Task):
                 group["lr"] *= cfg.global_batch_size / cfg.lr_base_batch_size
         return optimizer
 
-    def lr_factor(self, cfg, epoch):
-        factor = super().lr_factor(cfg, epoch)  # linear warm-up, then a cosine from 1 to 0
-        if epoch < cfg.warmup_epochs:
+    def lr_factor(self, cfg, step, total_steps):
+        # Linear warm-up, then a cosine from 1 to 0.
+        factor = super().lr_factor(cfg, step, total_steps)
+        if step < cfg.warmup_epochs * total_steps / cfg.epochs:
             return factor
         if cfg.schedule == "constant":
             return 1.0

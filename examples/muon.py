@@ -41,7 +41,7 @@ class MuonLanguageModel(LanguageModel):
             raise UserError(f"PyTorch {torch.__version__} has no Muon: install 2.9 or newer")
         matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
         others = [p for p in model.blocks.parameters() if p.ndim != 2]
-        for part in (model.token, model.position, model.head):
+        for part in (model.token, model.position):
             others += part.parameters()
         return MuonAdamW(matrices, others, lr=cfg.lr, weight_decay=cfg.weight_decay)
 

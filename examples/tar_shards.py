@@ -7,9 +7,9 @@
         --checkpoint-dir runs/tar_shards_2
 
 Shows shards read by index: at the start, the headers of the .tar files give the place of each
-sample; a rank then reads only the bytes of its own samples. So the order is random over all shards,
-and no sample is repeated or left out, on any number of ranks. --data-dir holds train-*.tar and
-test-*.tar, with KEY.png and KEY.txt (here: a digit) for each sample; --write-sample writes some.
+sample; a rank then reads only the bytes of its own samples, in an order that is random over all
+shards. --data-dir holds train-*.tar and test-*.tar, not compressed, with KEY.png or KEY.jpg and
+KEY.txt (here: a digit) for each sample; --write-sample writes some.
 """
 
 import argparse
@@ -19,12 +19,13 @@ import sys
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
+from torchvision.transforms.functional import pil_to_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
+from examples.imagenet import read_image  # noqa: E402
 from train_distributed import Normalized, SimpleConvNet, Task, UserError, main, read_mnist  # noqa: E402
 
 DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample"
@@ -50,29 +51,44 @@ def write_shard(path: Path, images: torch.Tensor, labels: torch.Tensor) -> None:
                 shard.addfile(member, io.BytesIO(content))
 
 
+def samples_in(shard: Path) -> list[tuple[str, dict]]:
+    """(name, {"image": (shard, offset, size), "txt": (shard, offset, size)}) of each sample."""
+    samples: dict = {}
+    try:
+        with tarfile.open(shard, "r:") as file:  # in a compressed file, the offsets would be wrong
+            for member in file:
+                key, _, suffix = member.name.rpartition(".")
+                kind = "image" if suffix.lower() in ("png", "jpg", "jpeg") else suffix.lower()
+                if member.isfile() and not os.path.basename(member.name).startswith("."):
+                    place = (str(shard), member.offset_data, member.size)
+                    samples.setdefault(f"{key} in {shard}", {})[kind] = place
+            if os.pread(file.fileobj.fileno(), 512, file.offset) != bytes(512):
+                raise EOFError("its end is missing")
+    except Exception as error:  # tarfile raises many kinds
+        raise UserError(f"cannot read {shard}: is it compressed, or cut? ({error})") from None
+    for name, places in samples.items():
+        if not {"image", "txt"} <= places.keys():
+            raise UserError(f"{name} has {', '.join(places)}: it needs .png or .jpg, and .txt")
+    return list(samples.items())
+
+
 class TarShards(Dataset):
     """The samples of all shards: (uint8 [1, h, w], label)."""
 
     def __init__(self, shards: list[Path]):
-        self.samples: list[dict] = []  # {suffix: (shard, offset, size)}
+        self.samples = [sample for shard in shards for sample in samples_in(shard)]
         self.files: dict = {}
-        for shard in shards:
-            places: dict = {}  # of the members with the same key
-            with tarfile.open(shard) as file:
-                for member in file:
-                    key, _, suffix = member.name.rpartition(".")
-                    place = (str(shard), member.offset_data, member.size)
-                    places.setdefault(key, {})[suffix] = place
-            self.samples += places.values()
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        places = self.samples[index]
-        image = Image.open(io.BytesIO(self.read(*places["png"])))
-        label = int(self.read(*places["txt"]))
-        return torch.from_numpy(np.array(image)).unsqueeze(0), label
+        name, places = self.samples[index]
+        image = read_image(io.BytesIO(self.read(*places["image"])), name).convert("L")
+        text = self.read(*places["txt"])
+        if not text.strip().isdigit():
+            raise UserError(f"the label of {name} is {text[:99]}, not a number")
+        return pil_to_tensor(image), int(text)
 
     def read(self, shard: str, offset: int, size: int) -> bytes:
         """pread(), because loader workers share the position in a file that their parent opened."""
@@ -90,12 +106,8 @@ class DigitShards(Task):
         root = Path(cfg.data_dir)
         if cfg.write_sample and not root.exists():
             write_sample(root)
-        try:
-            train = TarShards(sorted(root.glob("train-*.tar")))
-            test = TarShards(sorted(root.glob("test-*.tar")))
-        except (OSError, tarfile.TarError) as error:
-            raise UserError(f"cannot read the shards in {root} ({error})") from None
-        return train, test
+        train = TarShards(sorted(root.glob("train-*.tar")))
+        return train, TarShards(sorted(root.glob("test-*.tar")))
 
     def model(self, cfg):
         network = SimpleConvNet(channels=1, size=28, classes=10, dropout=0.25)

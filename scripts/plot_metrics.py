@@ -34,20 +34,23 @@ class Run:
                 last[record["step"], record["kind"]] = record
         records = [last[key] for key in sorted(last)]
         self.train = [record for record in records if record["kind"] == "train"]
-        self.epochs = [record for record in records if record["kind"] == "epoch"]
+        self.epochs = [record for record in records if record["kind"] in ("epoch", "evaluation")]
+        keys = {key for record in self.epochs for key in record}
+        is_validated = any(key.startswith("validation_") for key in keys)
+        self.held_out = "validation" if is_validated else "test"
 
     def metrics(self) -> list[str]:
         """Their names, as in Task.report(), in the order of the file."""
         keys = [key for record in self.train + self.epochs for key in record]
-        names = [key.removeprefix("test_") for key in keys]
+        names = [key.removeprefix(f"{self.held_out}_") for key in keys]
         return [name for name in names if not NOT_METRICS.fullmatch(name)]
 
     def training_points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of each record; of each epoch if only epochs have this metric."""
         return points(self.train, name) or points(self.epochs, name)
 
-    def test_points(self, name: str) -> list[tuple[int, float]]:
-        return points(self.epochs, f"test_{name}")
+    def held_out_points(self, name: str) -> list[tuple[int, float]]:
+        return points(self.epochs, f"{self.held_out}_{name}")
 
 
 def points(records: list[dict], key: str) -> list[tuple[int, float]]:
@@ -92,11 +95,11 @@ def draw_panel(axes, name: str, runs: list[Run]) -> None:
             steps, values = zip(*training)
             label = f"{prefix}training"
             axes.plot(steps, values, ".-", color=color, alpha=0.5, lw=1, ms=3, label=label)
-        test = run.test_points(name)
-        if test:
-            steps, values = zip(*test)
+        held_out = run.held_out_points(name)
+        if held_out:
+            steps, values = zip(*held_out)
             last = f"{values[-1]:.2%}" if is_share else f"{values[-1]:.4g}"
-            label = f"{prefix}test, last {last}"
+            label = f"{prefix}{run.held_out}, last {last}"
             axes.plot(steps, values, "o-", color=color, label=label)
     axes.set_title(name.replace("_", " ").capitalize())
     axes.set_xlabel("step")

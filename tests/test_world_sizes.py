@@ -8,7 +8,7 @@ from harness import assert_same_state, train
 from test_loss import MASKED
 
 import train_distributed
-from train_distributed import SampleStream, World, parse_config
+from train_distributed import SampleStream, Task, World, parse_config
 
 BATCH = "--global-batch-size=32"  # four micro-batches of 8, for up to four ranks
 
@@ -62,7 +62,7 @@ def test_ranks_share_the_endless_stream(samples):
     for batch, per_step in ((1, 1), (1, 7), (2, 3), (3, 2)):
         words = [f"--batch-size={batch}", f"--global-batch-size={batch * per_step}"]
         cfg = parse_config(words)
-        whole = SampleStream(samples, cfg, World())
+        whole = SampleStream(Task(), cfg, World(), range(samples))
         stream = whole.keys(0, "cpu")
         steps = math.ceil(3 * samples / (batch * per_step))
         in_steps = [[next(stream).tolist() for _ in range(per_step)] for _ in range(steps)]
@@ -76,7 +76,7 @@ def test_ranks_share_the_endless_stream(samples):
             for begin in (0, steps // 2):
                 found: list = []
                 for rank in range(ranks):
-                    share = SampleStream(samples, cfg, World(rank, ranks))
+                    share = SampleStream(Task(), cfg, World(rank, ranks), range(samples))
                     mine = share.keys(begin, "cpu")
                     found += [next(mine).tolist() for _ in share.micro_batches]
                 assert found == in_steps[begin]
@@ -128,10 +128,12 @@ def test_a_sum_of_gradients_that_is_too_large_to_be_exact_is_not_finite():
     model = torch.nn.Linear(1, 1, bias=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     optimizer = torch.optim.SGD(model.parameters())
-    for micro_batches, finite in ((4, True), (5, False)):
-        exact = train_distributed.ExactGradients(optimizer, scaler)
-        for _ in range(micro_batches):
-            model.weight.grad = torch.full((1, 1), 2000.0)
-            exact.add_micro_batch()
-        exact.write_gradients()
+    for total, finite in ((8000, True), (10000, False)):
+        cfg = parse_config(["--batch-size=1", "--global-batch-size=5"])
+        stream = SampleStream(Task(), cfg, World(), range(5))
+
+        def forward(_micro, gradient=total):
+            return gradient * model.weight.sum()
+
+        train_distributed.exact_gradients(stream, optimizer, scaler, forward, [])
         assert model.weight.grad.isfinite().all() == finite

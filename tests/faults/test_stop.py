@@ -197,7 +197,7 @@ def test_loader_workers_survive_a_signal_to_the_whole_process_group(tmp_path, im
 def test_a_stop_does_not_wait_for_the_next_record(tmp_path, tiny):
     run = tmp_path / "run"
     slow = [*tiny, "--epochs=1", "--log-every-steps=1000"]
-    often = f"import train_distributed; train_distributed.Sync.SECONDS = 0.1; {tasks.RESNET}"
+    often = f"import train_distributed; train_distributed.Exchange.SECONDS = 0.1; {tasks.RESNET}"
 
     def during(processes):
         wait_until((run / "status.json").exists, "no status.json")

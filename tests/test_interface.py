@@ -1,0 +1,666 @@
+"""What a task is told, what it may hand over, and what is refused before the first step."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import PLAIN, assert_same_state, launch, train
+from test_bad_input import refuse
+from test_in_use import QUICK, small
+
+import train_distributed as trainer
+
+EPOCHS = [*QUICK, "--global-batch-size=16", "--epochs=2", "--log-every-steps=1"]
+
+
+def method(name: str, arguments: str, body: str) -> str:
+    return f"def {name}(self, {arguments}):\n" + "".join(f"  {line}\n" for line in body.split("\n"))
+
+
+def loss_and(extra: str) -> str:
+    """A loss() that also returns what this code makes of loss, x and y."""
+    return method(
+        "loss", "model, batch", f"x, y = batch\nloss = super().loss(model, batch)[0]\n{extra}"
+    )
+
+
+HISTOGRAM = loss_and(
+    "counts = torch.histc(x, 10, -3, 3)\nreturn loss, {'histogram': counts, 'n': 3}"
+)
+HISTOGRAM += method(
+    "report",
+    "sums",
+    "values = super().report(sums)\n"
+    "return values | {f'bin_{i}': n for i, n in enumerate(sums['histogram'])} | {'n': sums['n']}",
+)
+ROWS = loss_and("return loss, {}, {'x': x, 'y': y[:, 0]}")
+ROWS += method(
+    "report",
+    "sums",
+    "values = super().report(sums)\n"
+    "if 'x' in sums:\n"
+    "    expected = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))[48:]\n"
+    "    values['in_order'] = torch.equal(sums['x'], expected)\n"
+    "    values['median'] = sums['y'].median()\n"
+    "return values",
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_of_any_shape_are_added_element_by_element(tmp_path, ranks):
+    run = train(tmp_path / "run", ranks, *EPOCHS, **small(HISTOGRAM))
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    for part, prefix in ((x[:48], ""), (x[48:], "test_")):
+        expected = torch.histc(part, 10, -3, 3).tolist()
+        assert [run.records("epoch")[0][f"{prefix}bin_{i}"] for i in range(10)] == expected
+    assert run.records("epoch")[0]["n"] == 3 * 6  # micro-batches
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_of_an_evaluation_are_gathered_in_the_order_of_the_data_set(tmp_path, ranks):
+    options = ["--batch-size=3", "--global-batch-size=12", "--epochs=1", "--warmup-epochs=0"]
+    (epoch,) = train(tmp_path / "run", ranks, *options, **small(ROWS)).records("epoch")
+    y = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))[48:].sum(1)
+    assert epoch["test_in_order"] == 1 and epoch["test_median"] == pytest.approx(y.median().item())
+
+
+TOLD = method("told", "", "return (self.step, self.total_steps, self.cfg.batch_size)")
+TOLD += loss_and("print('loss', model.training, *self.told(), flush=True)\nreturn loss, {}")
+TOLD += method("after_evaluation", "values", "print('after', *self.told(), flush=True)")
+TOLD += method(
+    "lr_factor", "cfg, step, total_steps", "return 0.5**step if self.step == step else 9"
+)
+TOLD += method(
+    "data",
+    "cfg",
+    "class Curriculum(torch.utils.data.TensorDataset):\n"
+    "    def seed_sample(self, seed, epoch):\n"
+    "        self.epoch = epoch\n"
+    "    def __getitem__(self, index):\n"
+    "        x, y = super().__getitem__(index)\n"
+    "        return x, y + 100 * self.epoch\n"
+    "train_set, test_set = super().data(cfg)\n"
+    "return Curriculum(*train_set.tensors), test_set",
+)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_task_is_told_the_step_the_epoch_and_the_options_also_after_a_resume(tmp_path, workers):
+    options = [*EPOCHS, f"--num-workers={workers}", "--lr=0"]
+    first = train(tmp_path / "run", 2, *options, "--stop-at-step=2", **small(TOLD))
+    run = train(tmp_path / "run", 2, *options, **small(TOLD))
+    assert [record["lr"] for record in run.records("train")] == [0] * 6
+    for rank in (0, 1):
+        lines = (first.out[rank] + run.out[rank]).splitlines()
+        steps = [line for line in lines if line.startswith("loss True")]
+        assert steps == [f"loss True {step} 6 8" for step in range(6)]
+    assert [line for line in run.out[0].splitlines() if line.startswith("after")] == [
+        "after 3 6 8",
+        "after 6 6 8",
+    ]
+    first_epoch, second_epoch = (record["loss"] for record in run.records("epoch"))
+    assert second_epoch > 5000 > 100 > first_epoch  # targets of the second epoch are 100 larger
+
+
+def test_the_schedule_is_a_function_of_the_step_and_total_steps_sets_the_length(tmp_path):
+    code = method("lr_factor", "cfg, step, total_steps", "return 1 - step / total_steps")
+    options = [*EPOCHS, "--total-steps=5", "--lr=0.01"]
+    run = train(tmp_path / "run", 1, *options, **small(code))
+    assert [record["lr"] for record in run.records("train")] == pytest.approx(
+        [0.01, 0.008, 0.006, 0.004, 0.002]
+    )
+    assert [record["step"] for record in run.records("evaluation")] == [5]  # in epoch 2
+    assert run.status()["global_step"] == 5 and "step 5 of 5" in run.out[0]
+
+
+def test_evaluations_and_saves_can_be_rare(tmp_path):
+    options = [*EPOCHS, "--epochs=5", "--eval-every-epochs=2"]
+    run = train(tmp_path / "run", 2, *options, **small())
+    tested = [record["epoch"] for record in run.records("epoch") if "test_loss" in record]
+    assert len(run.records("epoch")) == 5 and tested == [2, 4, 5]
+    assert run.checkpoints() == {"checkpoint_epoch_2", "checkpoint_epoch_4", "checkpoint_epoch_5"}
+
+
+WEIGHTED = method(
+    "order",
+    "cfg, train_set, epoch, generator",
+    "weights = torch.arange(len(train_set)) < 8\n"
+    "sampler = torch.utils.data.WeightedRandomSampler\n"
+    "return list(sampler(weights.double(), len(train_set), generator=generator))",
+)
+
+
+def test_the_order_of_samples_can_be_chosen_and_stays_exact(tmp_path):
+    whole = train(tmp_path / "whole", 1, *EPOCHS, record=True, **small(WEIGHTED))
+    used = {i for step in whole.samples().values() for micro in step.values() for i in micro}
+    assert used == set(range(8))
+    train(tmp_path / "run", 2, *EPOCHS, "--stop-at-step=4", record=True, **small(WEIGHTED))
+    run = train(tmp_path / "run", 1, *EPOCHS, record=True, **small(WEIGHTED))
+    assert run.samples() == whole.samples()
+
+
+SPLITS = method(
+    "data",
+    "cfg",
+    "train_set, rest = super().data(cfg)\n"
+    "x, y = rest.tensors\n"
+    "parts = trainer.InMemoryDataset(x[:8], y[:8]), trainer.InMemoryDataset(x[8:], y[8:])\n"
+    "return (train_set, *parts)",
+)
+
+
+def test_a_validation_set_chooses_and_the_test_set_is_evaluated_once_at_the_end(tmp_path):
+    options = [*EPOCHS, "--lr=0.3"]
+    train(tmp_path / "run", 2, *options, "--stop-at-step=4", **small(SPLITS))
+    run = train(tmp_path / "run", 1, *options, **small(SPLITS))
+    assert all("validation_loss" in record for record in run.records("epoch"))
+    (test,) = run.records("test")
+    best = run.checkpoint("best")["model"]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4, generator=generator)[56:]
+    error = x @ best["weight"].T + best["bias"] - x.sum(1, keepdim=True)
+    assert test["test_loss"] == pytest.approx(error.square().mean().item(), rel=1e-5)
+
+
+LOADED = "t = super().data(cfg)\nreturn torch.utils.data.DataLoader(t[0]), None"
+REFUSED = {
+    "one set": (method("data", "cfg", "return super().data(cfg)[0]"), "Task.data() must return"),
+    "splits": (method("data", "cfg", "return {'train': [1]}"), "not dict"),
+    "a loader": (method("data", "cfg", LOADED), "Task.loader_options()"),
+    "no index": (method("data", "cfg", "return iter([1]), None"), "has no index"),
+    "no sums": (loss_and("return loss"), "Task.loss() must return the mean loss"),
+    "unreduced": (loss_and("return (model(x) - y).square(), {}"), "(Tensor [4, 1], dict)"),
+    "a number": (loss_and("return loss.item(), {}"), "(float, dict)"),
+    "a tuple": (loss_and("return (loss, loss), {}"), "(tuple of 2, dict)"),
+    "detached": (loss_and("return loss.detach(), {}"), "the loss has no gradient"),
+    "loss twice": (loss_and("return loss, {'loss': loss}"), '"loss" and rows need other names'),
+    "a row twice": (
+        loss_and("return loss, {'a': 1}, {'a': x}"),
+        '"loss" and rows need other names',
+    ),
+    "counts": (loss_and("return loss, {'count': torch.ones(2)}"), '"count" is one number'),
+    "sum of None": (loss_and("return loss, {'a': None}"), "sums must be numbers or tensors"),
+    "rows of a list": (loss_and("return loss, {}, [1]"), "rows a dict of tensors"),
+    "a sum in place": (
+        loss_and(
+            "self.h = getattr(self, 'h', torch.zeros(3))\nself.h += 1\nreturn loss, {'h': self.h}"
+        ),
+        "must not change the sum h later",
+    ),
+    "not DDP": ("def wrap(self, loss): return loss", "Task.wrap(loss) must return"),
+    "a typo": (method("loader_options", "", "return {'colate_fn': 1}\n"), "'colate_fn'"),
+    "no metrics": ("def report(self, sums): pass", "Task.report() must return a dict"),
+    "no factor": ("def lr_factor(self, cfg, step, total_steps): pass", "must return a number"),
+    "lazy": ("def model(self, cfg): return torch.nn.LazyLinear(1)", "lazy modules"),
+    "metric of None": (
+        "def report(self, sums): return {'a': None}",
+        "Task.report(): a is NoneType",
+    ),
+    "metric of a list": ("def report(self, sums): return {'a': [1, 2]}", "a is list of 2"),
+    "frozen": ("def model(self, cfg): return super().model(cfg).requires_grad_(False)", "trained"),
+    "no model": ("def model(self, cfg): return None", "Task.model() must return"),
+    "closure": (
+        "def optimizer(self, cfg, model): return torch.optim.LBFGS(model.parameters())",
+        "LBFGS computes the loss several times",
+    ),
+    "scheduler": (
+        method(
+            "optimizer",
+            "cfg, model",
+            "optimizer = super().optimizer(cfg, model)\n"
+            "torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 10)\n"
+            "return optimizer",
+        ),
+        "Task.lr_factor()",
+    ),
+    "old schedule": ("def lr_factor(self, cfg, epoch): return 1", "(cfg, step, total_steps)"),
+    "sampler": (method("loader_options", "", "return {'sampler': 1}\n"), "Task.order()"),
+    "order": (method("order", "cfg, train_set, epoch, generator", "return [1, 2]"), "48 indices"),
+    "floats": (method("order", "c, t, e, g", "return torch.rand(48)"), "48 indices"),
+    "numpy": (
+        method("data", "cfg", "self.spec = {'a': np.ones(2)}\nreturn super().data(cfg)"),
+        "a checkpoint cannot hold numpy",
+    ),
+    "type": ("def add_options(self, p): p.add_argument('--fast', type=bool)", "type=bool"),
+    "no way back": (
+        "def add_options(self, p): p.add_argument('--dtype', type=lambda t: getattr(torch, t),"
+        " default='half')",
+        "could not be read from a checkpoint again",
+    ),
+}
+IN_FILES = """
+def data(self, cfg):
+    train_set, test_set = super().data(cfg)
+    return torch.utils.data.TensorDataset(*train_set.tensors), test_set
+"""
+
+
+@pytest.mark.parametrize(("code", "expected"), REFUSED.values(), ids=REFUSED)
+def test_the_first_mistakes_of_a_task_are_one_sentence_before_anything_is_saved(
+    tmp_path, code, expected
+):
+    if "loader_options" in code:
+        code += IN_FILES
+    ranks = 2 if "wrap" in code else 1
+    options = [*EPOCHS, "--batch-size=4", "--num-workers=0"]
+    message = refuse(tmp_path / "run", *options, ranks=ranks, **small(code))
+    assert expected in message
+    assert not [*tmp_path.glob("run/checkpoint*")]
+
+
+DROPS = IN_FILES + method(
+    "loader_options",
+    "",
+    "collate = torch.utils.data.default_collate\n"
+    "return {'collate_fn': lambda rows: collate([row for row in rows if row[0][0] > 0]),"
+    " 'prefetch_factor': 4, 'persistent_workers': True}",
+)
+COUNTED = loss_and("return loss, {'count': torch.tensor(len(x))}")
+
+
+def test_a_collate_fn_that_drops_samples_needs_a_count(tmp_path):
+    options = [*EPOCHS, "--num-workers=0"]  # which prefetch_factor would not allow
+    assert 'the sum "count"' in refuse(tmp_path / "refused", *options, **small(DROPS))
+    counting = small(DROPS + COUNTED + "\ndef report(self, sums): return {'count': sums['count']}")
+    run = train(tmp_path / "run", 1, *options, **counting)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))[:48]
+    assert run.records("epoch")[0]["count"] == (x[:, 0] > 0).sum()
+
+
+OTHER_NAMES = loss_and("rank = os.environ['RANK']\nreturn loss, {f'seen_by_{rank}': 1}")
+OTHER_SHAPES = loss_and(
+    "rank = int(os.environ['RANK'])\nreturn loss, {'seen': torch.ones(2 + rank)}"
+)
+
+
+@pytest.mark.parametrize("code", [OTHER_NAMES, OTHER_SHAPES], ids=["names", "shapes"])
+def test_sums_that_differ_between_ranks_are_one_sentence(tmp_path, code):
+    message = refuse(tmp_path / "run", *EPOCHS, ranks=2, **small(code))
+    assert message.startswith("Task.loss() must return the same sums on all ranks, also seen")
+
+
+FAILS = method(
+    "report",
+    "sums",
+    "values = super().report(sums)\n"
+    "if sums['count'] == 16 and self.step == 3: int(sums['count']) / 0\n"
+    "return values",
+)
+
+
+def test_a_metric_that_fails_is_nan_with_one_warning_and_the_run_goes_on(tmp_path):
+    run = train(tmp_path / "run", 2, *EPOCHS, "--log-every-steps=9", **small(FAILS))
+    first, second = run.records("epoch")
+    assert run.err[0].count("WARNING: Task.report() has failed") == 1 and run.err[1] == ""
+    assert first["test_loss"] > 0 and second["test_loss"] > 0 and len(run.checkpoints()) == 2
+
+
+DRAWS = """
+import random
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p += 0.01 * torch.randn_like(p) + 0.01 * np.random.rand()
+"""
+DRAWS += method(
+    "optimizer",
+    "cfg, model",
+    "return self.Noisy([{'params': [p]} for p in model.parameters()], 0.1)",
+)
+DRAWS += loss_and("import random\nreturn loss * (np.random.beta(1, 1) + random.random()), {}")
+
+
+def test_all_random_numbers_of_a_loss_and_an_optimizer_depend_on_the_step_alone(tmp_path):
+    options = [*EPOCHS, "--reproducible"]
+    whole = train(tmp_path / "whole", 1, *options, **small(DRAWS))
+    train(tmp_path / "run", 2, *options, "--stop-at-step=2", **small(DRAWS))
+    run = train(tmp_path / "run", 1, *options, **small(DRAWS))
+    assert_same_state(run.newest(), whole.newest())
+
+
+BUFFERS = """
+class Odd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+        self.register_buffer("view", torch.zeros(4, 8)[:, ::2])
+        self.register_buffer("expanded", torch.ones(1).expand(4))
+        self.register_buffer("cache", torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.view += x[:4].detach()
+            if len(self.cache) == 1:
+                self.cache = torch.arange(5 + int(os.environ.get("RANK", 0)))
+        return self.linear(x * self.expanded) + 0.1 * self.view.mean()
+
+def model(self, cfg):
+    return self.Odd()
+"""
+
+
+def test_buffers_that_are_views_expanded_or_grow_are_those_of_rank_0(tmp_path):
+    code = BUFFERS + loss_and("return loss, {'view': model.view.double()}")
+    code += "\ndef report(self, sums): return super().report(sums) | {'view': sums['view'].std()}"
+    whole = train(tmp_path / "whole", 2, *EPOCHS, **small(code))
+    train(tmp_path / "run", 2, *EPOCHS, "--stop-at-step=3", **small(code))
+    run = train(tmp_path / "run", 2, *EPOCHS, **small(code))
+    assert run.newest()["model"]["cache"].tolist() == [0, 1, 2, 3, 4]
+    buffer = whole.newest()["model"]["view"]
+    # Of the two micro-batches of the test set, each rank evaluates one, with the same buffer.
+    assert whole.records("epoch")[-1]["test_view"] == pytest.approx(2 * buffer.std().item())
+    assert_same_state(run.checkpoint("checkpoint_epoch_1"), whole.checkpoint("checkpoint_epoch_1"))
+
+
+OWN_DDP = method(
+    "wrap",
+    "loss",
+    "return torch.nn.parallel.DistributedDataParallel(loss, broadcast_buffers=True)",
+)
+
+
+def test_a_ddp_of_the_user_broadcasts_buffers_if_it_was_asked_to(tmp_path):
+    code = BUFFERS + OWN_DDP + loss_and("print('view', model.view.sum().item())\nreturn loss, {}")
+    run = train(tmp_path / "run", 2, *EPOCHS, "--stop-at-step=3", **small(code))
+    seen = [[line for line in out.splitlines() if line.startswith("view")] for out in run.out]
+    assert len(seen[0]) == 4 and seen[0] != seen[1]  # after the forward pass, their own
+
+
+MODES = """
+class Averaging(torch.optim.SGD):
+    def train(self):
+        print("optimizer train", flush=True)
+
+    def eval(self):
+        print("optimizer eval", flush=True)
+
+def optimizer(self, cfg, model):
+    return self.Averaging(model.parameters(), lr=0.1)
+
+def after_evaluation(self, values):
+    print("evaluated", flush=True)
+"""
+
+
+def test_an_optimizer_with_modes_is_in_eval_for_saves_and_evaluations(tmp_path):
+    run = train(tmp_path / "run", 1, *EPOCHS, "--epochs=1", **small(MODES))
+    words = ("optimizer", "evaluated")
+    lines = [line for line in run.out[0].splitlines() if line.startswith(words)]
+    assert lines[:2] == ["optimizer train", "optimizer eval"]
+    assert lines[lines.index("evaluated") - 1] == "optimizer eval"
+
+
+GAN = """
+def model(self, cfg):
+    parts = {"one": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()),
+             "two": torch.nn.Linear(4, 1)}
+    return torch.nn.ModuleDict(parts)
+
+def loss(self, model, batch):
+    x, y = batch
+    model["one"].requires_grad_(self.step % 2 == 0)
+    assert model["one"].training == model.training, "dropout was turned off"
+    return (model["two"](model["one"](x)) - y).square().mean(), {}
+"""
+
+
+def test_parts_that_a_loss_freezes_and_thaws_stay_in_training_mode(tmp_path):
+    train(tmp_path / "run", 1, *EPOCHS, "--stop-at-step=4", "--epochs=3", **small(GAN))
+    run = train(tmp_path / "run", 1, *EPOCHS, "--epochs=3", **small(GAN))
+    whole = train(tmp_path / "whole", 1, *EPOCHS, "--epochs=3", **small(GAN))
+    assert_same_state(run.newest(), whole.newest())
+
+
+SPARSE = """
+def data(self, cfg):
+    words = torch.arange(48 * 3).view(48, 3) % 7
+    return trainer.InMemoryDataset(words, words.sum(1, keepdim=True).float()), None
+
+def model(self, cfg):
+    return torch.nn.Sequential(torch.nn.EmbeddingBag(7, 4, sparse=True), torch.nn.Linear(4, 1))
+
+def optimizer(self, cfg, model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+
+def test_sparse_gradients_are_trained_on_any_number_of_ranks(tmp_path):
+    options = [*EPOCHS, "--log-every-steps=100", "--epochs=1"]
+    one, two = (train(tmp_path / str(n), n, *options, **small(SPARSE)).newest() for n in (1, 2))
+    for name, weight in one["model"].items():
+        torch.testing.assert_close(two["model"][name], weight, atol=2e-6, rtol=0, msg=name)
+
+
+def test_best_is_a_copy_where_there_are_no_hard_links(tmp_path):
+    no_links = "import os\ndef link(*_): raise OSError(95, 'Not supported')\nos.link = link\n"
+    before = no_links + small()["before"]
+    run = train(tmp_path / "run", 1, *EPOCHS, before=before)
+    assert run.checkpoint("best")["state"]["step"] == 6 and run.err == [""]
+
+
+INITIAL = """
+import torch, train_distributed as trainer
+class Wrapped(trainer.Task):
+    def data(self, cfg):
+        data = trainer.InMemoryDataset(torch.ones(16, 1, 8, 8), torch.arange(16) % 2)
+        return data, None
+    def model(self, cfg):
+        network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+        return trainer.Normalized(network, mean=[0.0], std=[1.0])
+task = Wrapped()
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "network.", "module.network."])
+def test_initial_weights_may_be_a_plain_state_dict(tmp_path, prefix):
+    weights = {"1.weight": torch.full((2, 64), 0.25), "1.bias": torch.zeros(2)}
+    named = {prefix + name: weight for name, weight in weights.items()}
+    torch.save(named if prefix else {"state_dict": named}, tmp_path / "weights.pt")
+    options = [f"--init={tmp_path}/weights.pt", "--batch-size=8", "--lr=0", "--stop-at-step=1"]
+    run = train(tmp_path / "run", 1, *options, before=INITIAL)
+    assert (run.newest()["model"]["network.1.weight"] == 0.25).all()
+    torch.save({"other.weight": weights["1.weight"]}, tmp_path / "weights.pt")
+    message = refuse(tmp_path / "refused", *options, before=INITIAL)
+    assert "no weight fits" in message and "other.weight" in message
+
+
+OPTIONS = """
+import enum, os
+from pathlib import Path
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+def add_options(self, parser):
+    add = parser.add_argument
+    add("--hidden_dim", type=int, default=16)
+    add("--decay-rate", dest="decay", type=float, default=0.1)
+    add("--no-mixup", dest="mixup", action="store_false")
+    add("--tag", action="append")
+    add("--crop", default=(3, 4))
+    add("--images", type=self.Path, default=self.Path("photos"))
+    add("--color", type=self.Color, default=self.Color.RED)
+    add("--needed", required=True)
+
+def model(self, cfg):
+    names = [cfg.images.name, cfg.color.name, cfg.needed]
+    print("seen", [cfg.hidden_dim, cfg.decay, cfg.mixup, cfg.tag, *names], flush=True)
+    return super().model(cfg)
+"""
+GIVEN = ["--hidden_dim=3", "--decay-rate=0.5", "--no-mixup", "--tag=x", "--tag=y", "--color=blue"]
+
+
+def test_options_of_any_type_survive_config_yaml_and_a_checkpoint(tmp_path):
+    expected = "seen [3, 0.5, False, ['x', 'y'], 'photos', 'BLUE', 'n']"
+    one = ["--epochs=1", "--batch-size=8"]
+    first = train(tmp_path / "run", 1, *one, *GIVEN, "--needed=n", **small(OPTIONS))
+    assert expected in first.out[0]
+    config = f"--config={tmp_path}/run/config.yaml"
+    again = train(tmp_path / "again", 1, config, **small(OPTIONS))
+    assert expected in again.out[0]
+    words = [f"--evaluate={tmp_path}/run/checkpoint_epoch_1.pt"]
+    evaluated = launch(tmp_path / "none", 1, *words, **small(OPTIONS))
+    assert evaluated.codes == [0] and expected in evaluated.out[0], evaluated.err
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("hidden-dim: 3\ndecay_rate: 0.5\nno_mixup: true\ntag: [x, y]\ncolor: blue\n")
+    by_flags = [f"--config={flags}", *one, "--needed=n"]
+    assert expected in train(tmp_path / "flags", 1, *by_flags, **small(OPTIONS)).out[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "loud"),
+    [
+        ("mode: true", True, 0),
+        ("mode: False", False, 0),
+        ("fast: true\nloud: 3", True, 3),
+        ("no_fast: True", False, 0),
+        ("no-fast: false", True, 0),
+        ("mode: null\nloud: 0", True, 0),
+    ],
+)
+def test_a_config_file_sets_switches_by_their_flags_and_by_where_they_are_stored(
+    tmp_path, text, mode, loud
+):
+    class Task(trainer.Task):
+        def add_options(self, parser):
+            parser.add_argument("--fast", dest="mode", action="store_true", default=True)
+            parser.add_argument("--no-fast", dest="mode", action="store_false")
+            parser.add_argument("--loud", action="count", default=0)
+
+    (tmp_path / "options.yaml").write_text(text)
+    cfg = trainer.parse_config([f"--config={tmp_path}/options.yaml"], Task())
+    assert (cfg.mode, cfg.loud) == (mode, loud)
+
+
+def test_a_spec_may_hold_tensors_and_nan(tmp_path):
+    spec = "self.spec = {'std': torch.ones(3), 'nan': [float('nan')]}\nreturn super().data(cfg)"
+    code = method("data", "cfg", spec)
+    train(tmp_path / "run", 2, *EPOCHS, "--stop-at-step=2", **small(code))
+    run = train(tmp_path / "run", 2, *EPOCHS, **small(code))
+    assert "Changed since" not in run.out[0]
+    other = small(code.replace("ones", "zeros"))
+    assert "spec" in refuse(tmp_path / "run", *EPOCHS, "--epochs=3", ranks=2, **other)
+
+
+SLOW = loss_and("import time\ntime.sleep(self.SECONDS)\nreturn loss, {}")
+
+
+def test_slow_micro_batches_are_no_hang_and_one_process_is_only_warned(tmp_path):
+    options = ["--batch-size=4", "--global-batch-size=16", "--stop-at-step=1", "--hang-timeout=3"]
+    slow = small(SLOW + "\nSECONDS = 1.2")
+    assert train(tmp_path / "two", 2, *options, **slow).err == ["", ""]
+    stuck = small(SLOW + "\nSECONDS = 5")
+    run = train(tmp_path / "one", 1, "--batch-size=16", "--stop-at-step=1", options[-1], **stuck)
+    assert "no progress in 3 s" in run.err[0] and "in loss" in run.err[0]
+
+
+def test_suspended_ranks_do_not_hang(tmp_path):
+    options = [*EPOCHS, "--epochs=1000", "--hang-timeout=3", "--stop-at-step=30"]
+
+    def suspend(processes):
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            os.sched_yield()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in processes:
+                os.kill(process.pid, number)
+            subprocess.run(["sleep", "6"] if number == signal.SIGSTOP else ["true"])
+
+    slow = small(SLOW + "\nSECONDS = 0.05")
+    run = train(tmp_path / "run", 2, *options, during=suspend, **slow)
+    assert run.status()["global_step"] == 30
+
+
+NOTEBOOK = """
+import multiprocessing, signal, sys, threading, time
+import torch, train_distributed as trainer
+class Task(trainer.Task):
+    width = 5  # does not fit
+    def data(self, cfg):
+        return trainer.InMemoryDataset(torch.ones(32, 4), torch.arange(32) % 2), None
+    def model(self, cfg):
+        return torch.nn.Linear(self.width, 2)
+options = ["--epochs=1", "--batch-size=8", f"--checkpoint-dir={sys.argv[1]}"]
+other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+other.start()
+trainer.LOCK_SECONDS = 0
+before = {number: signal.getsignal(number) for number in trainer.STOP_SIGNALS}
+try:
+    trainer.main(Task(), options)
+except RuntimeError:
+    pass
+Task.width = 4
+trainer.main(Task(), options)
+assert {number: signal.getsignal(number) for number in trainer.STOP_SIGNALS} == before
+thread = threading.Thread(target=trainer.main, args=(Task(), [*options, "--epochs=2"]))
+thread.start()
+thread.join()
+print("alive", other.is_alive())
+other.kill()
+"""
+
+
+def test_main_can_be_called_again_also_after_an_error_and_in_a_thread(tmp_path):
+    command = [sys.executable, "-c", NOTEBOOK, str(tmp_path / "run")]
+    env = os.environ | {"PYTHONPATH": str(Path(PLAIN[1]).parent)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Finished at step") == 2 and "alive True" in result.stdout
+
+
+def test_loader_workers_keep_the_users_function_and_our_safeguards(tmp_path):
+    class Rows:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            masked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            return float(signal.SIGTERM in masked), float(os.environ.get("OPENED", 0))
+
+    class Task(trainer.Task):
+        def loader_options(self):
+            return {"worker_init_fn": lambda worker: os.environ.update(OPENED="1")}
+
+    cfg = trainer.parse_config(["--num-workers=1"])
+    loader = trainer.get_dataloader(Task(), cfg, trainer.World(), Rows(), [[0, 1]])
+    assert [column.tolist() for column in next(iter(loader))] == [[1, 1], [1, 1]]
+
+
+def test_no_more_loader_workers_are_started_than_there_is_work():
+    cfg = trainer.parse_config(["--num-workers=9"])
+    arguments = (trainer.Task(), cfg, trainer.World(), torch.ones(8), [])
+    assert trainer.get_dataloader(*arguments, count=2).num_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"DEADLINE": "tomorrow"}, "DEADLINE is 'tomorrow'"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_named(tmp_path, env, expected):
+    assert expected in refuse(tmp_path / "run", *EPOCHS, env=env, **small())
+
+
+def test_a_missing_package_is_named_before_the_start(tmp_path):
+    before = "import sys\nsys.modules['tensorboard'] = sys.modules['wandb'] = None\n"
+    for option in ("--tensorboard", "--wandb"):
+        message = refuse(tmp_path / "run", *EPOCHS, option, before=before + small()["before"])
+        assert option in message and "pip install" in message
+
+
+def test_an_output_that_takes_ascii_only_ends_nothing(tmp_path):
+    code = "import sys\nsys.stdout.reconfigure(encoding='ascii')\n"
+    named = "def report(self, sums): return {'loss': 1, '\\u00e9': 2}"
+    run = train(tmp_path / "run", 1, *EPOCHS, before=code + small(named)["before"])
+    assert "\\xe9 2" in run.out[0]

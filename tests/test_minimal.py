@@ -1,0 +1,201 @@
+"""train_minimal.py: killed, stopped and resumed on other numbers of ranks, it trains one model.
+
+Between numbers of ranks, sums are rounded differently: after 40 steps, printed losses differ by up
+to 1e-3, and weights by up to 1e-4 (measured: 1e-4 and 2e-5).
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import (
+    NO_LAUNCHER,
+    REPO,
+    Result,
+    parent_of,
+    run_ranks,
+    running,
+    wait_until,
+    write_mnist,
+)
+
+MINIMAL = REPO / "train_minimal.py"
+OPTIONS = ["--global-batch-size=10", "--epochs=2", "--save-every=4", "--lr=0.01"]  # 40 steps
+
+# Rank {rank} does something after {step} steps of its process.
+AFTER_STEP = """if True:
+    import multiprocessing, os, signal, torch
+    done = []
+
+    def step(self, *arguments, inner=torch.optim.SGD.step):
+        inner(self, *arguments)
+        done.append(1)
+        if len(done) == {step} and os.environ.get("RANK", "0") in "{rank}":
+            {act}
+
+    torch.optim.SGD.step = step
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+MAKE_FILE = "open(os.environ['STOP_FILE'], 'w').close()"
+SIGNAL = "os.kill(os.getpid(), signal.{})"
+SIGNAL_ALL = "[os.kill(p.pid, {0}) for p in multiprocessing.active_children()], os.kill(0, {0})"
+SIGNAL_ALL = SIGNAL_ALL.replace("os.kill(0", "os.kill(os.getpid()").format("signal.SIGTERM")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    """203 for training, 103 for tests: no multiple of the batch or of a number of ranks."""
+    return write_mnist(tmp_path_factory.mktemp("digits"), train=203, test=103)
+
+
+@pytest.fixture
+def run(digits):
+    """run(directory, ranks): one launch, as with guard.py under torchrun or srun."""
+
+    def run_once(directory, ranks: int, *options: str, env: dict | None = None, **more) -> Result:
+        variables = (NO_LAUNCHER if ranks == 1 else {}) | (env or {})
+        words = [REPO / "scripts/guard.py", MINIMAL, f"--checkpoint-dir={directory}", *OPTIONS]
+        words += [f"--data-dir={digits}", *options]
+        return run_ranks(ranks, *words, env=lambda _: variables, directory=directory, **more)
+
+    return run_once
+
+
+@pytest.fixture(scope="module")
+def undisturbed(digits, tmp_path_factory) -> Result:
+    """One process, without a launcher, started elsewhere."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    command = [sys.executable, MINIMAL, *OPTIONS, "--data-dir", digits, "--checkpoint-dir", "run"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return Result([0], [done.stdout], [done.stderr], directory / "run")
+
+
+def metrics(*results: Result) -> dict[str, list[float]]:
+    """{"step 4": [loss, accuracy], ..., "epoch 1": ...}, as printed."""
+    found = {}
+    for result in results:
+        for when, loss, accuracy in re.findall(
+            r"^(\w+ \d+): (?:test )?loss ([\d.]+), (?:test )?accuracy ([\d.]+)", result.out[0], re.M
+        ):
+            found[when] = [float(loss), float(accuracy)]
+    return found
+
+
+def state_of(result: Result) -> dict:
+    return torch.load(result.directory / "checkpoint.pt", weights_only=True)
+
+
+def check_same(results: list[Result], expected: Result) -> None:
+    found, wanted = metrics(*results), metrics(expected)
+    assert found.keys() == wanted.keys()
+    for when, values in wanted.items():
+        assert found[when] == pytest.approx(values, abs=1e-3), when
+    found, wanted = state_of(results[-1]), state_of(expected)
+    assert found["step"] == wanted["step"]
+    for name, weight in wanted["model"].items():
+        torch.testing.assert_close(found["model"][name], weight, rtol=0, atol=1e-4)
+
+
+def test_any_number_of_ranks_trains_the_same_model(run, undisturbed, tmp_path):
+    assert len(metrics(undisturbed)) == 14  # 8 saves and 4 exchanges, at 40 both, and 2 epochs
+    for ranks in (2, 3):  # 3 do not divide the batch
+        result = run(tmp_path / str(ranks), ranks)
+        assert result.codes == [0] * ranks, result.err
+        check_same([result], undisturbed)
+
+
+def test_killed_stopped_and_resumed_on_other_numbers_of_ranks(run, undisturbed, tmp_path):
+    directory, stop_file = tmp_path / "run", tmp_path / "STOP"
+    killed = run(directory, 2, before=AFTER_STEP.format(step=7, rank="1", act=KILL))
+    assert killed.codes[1] == -signal.SIGKILL and state_of(killed)["step"] == 4
+    # As a scheduler does it: all processes, also the loader workers.
+    stopped = run(directory, 1, before=AFTER_STEP.format(step=9, rank="0", act=SIGNAL_ALL))
+    assert stopped.codes == [0] and "stopped at step 16 of 40" in stopped.out[0], stopped.err
+    by_file = AFTER_STEP.format(step=5, rank="0", act=MAKE_FILE)
+    by_file = run(directory, 3, env={"STOP_FILE": stop_file}, before=by_file)
+    assert by_file.codes == [0] * 3 and "stopped at step 24 of 40" in by_file.out[0], by_file.err
+    by_rank = AFTER_STEP.format(step=1, rank="1", act=SIGNAL.format("SIGUSR1"))
+    by_rank = run(directory, 2, before=by_rank)
+    assert by_rank.codes == [0] * 2 and "stopped at step 28 of 40" in by_rank.out[0], by_rank.err
+    last = run(directory, 2)
+    assert "finished at step 40 of 40" in last.out[0]
+    check_same([killed, stopped, by_file, by_rank, last], undisturbed)
+
+    again = run(directory, 1)  # evaluates
+    assert list(metrics(again)) == ["epoch 2"] and "finished at step 40 of 40" in again.out[0]
+    longer = run(directory, 2, "--epochs=3")
+    assert "finished at step 60 of 60" in longer.out[0] and "step 44" in metrics(longer)
+
+
+def test_a_stop_at_the_end_of_an_epoch_leaves_its_evaluation_to_the_resumed_run(
+    run, undisturbed, tmp_path
+):
+    signals = AFTER_STEP.format(step=19, rank="01", act=SIGNAL.format("SIGINT"))
+    stopped = run(tmp_path / "run", 2, before=signals)
+    assert stopped.codes == [0, 0] and "stopped at step 20 of 40" in stopped.out[0]
+    assert "epoch 1" not in metrics(stopped)
+    check_same([stopped, run(tmp_path / "run", 2)], undisturbed)
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(run, tmp_path):
+    twice = "; ".join([SIGNAL.format("SIGINT")] * 2)
+    result = run(tmp_path / "run", 1, before=AFTER_STEP.format(step=2, rank="0", act=twice))
+    assert result.codes == [-signal.SIGINT]
+
+
+def test_loader_workers_end_with_a_rank_that_is_killed(digits, tmp_path):
+    """Also the one that evaluates, if there is one at that time."""
+    command = [sys.executable, MINIMAL, "--epochs=9999", "--data-dir", digits]
+    with running(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+        wait_until((tmp_path / "runs/minimal/checkpoint.pt").exists, "it has not saved")
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        workers = [pid for pid in pids if parent_of(pid) == process.pid]
+        assert workers
+        process.kill()
+        wait_until(lambda: not any(map(is_alive, workers)), "a worker is left")
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (1, ["--data-dir=absent"], "cannot read MNIST/raw in --data-dir absent"),
+        (
+            2,
+            ["--global-batch-size=1"],
+            "--global-batch-size is not from 2 (ranks) to 203",
+        ),
+        (1, ["--global-batch-size=204"], "--global-batch-size is not from 1 (ranks) to 203"),
+        (1, ["--lr=1e30"], "the loss is not finite at step 4: lower --lr"),
+        (1, ["--config=a.yaml"], "unrecognized arguments: --config=a.yaml"),
+    ],
+)
+def test_a_mistake_is_one_sentence(run, tmp_path, ranks, options, message):
+    result = run(tmp_path / "run", ranks, *options)
+    assert result.codes == [2] * ranks
+    assert result.err[0].startswith(f"train_minimal.py: error: {message}"), result.err
+    assert result.err[0].count("\n") == 1 and not (tmp_path / "run/checkpoint.pt").exists()
+
+
+def test_a_resume_with_another_batch_or_unshared_checkpoints_is_refused(run, tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    elsewhere = f"import os; os.chdir(f'{tmp_path}/' + os.environ.get('RANK', '0'))"
+    stop = AFTER_STEP.format(step=3, rank="0", act=SIGNAL.format("SIGTERM"))
+    first = run("run", 2, before=f"{elsewhere}\n{stop}")
+    assert first.codes == [0, 0]
+    second = run("run", 2, before=elsewhere)
+    assert second.codes == [2, 2]
+    assert "the ranks see run/checkpoint.pt at the steps [4, 0]" in second.err[0]
+    third = run("run", 1, "--global-batch-size=20", before=elsewhere)
+    assert third.codes == [2] and "set another --checkpoint-dir" in third.err[0]
