@@ -41,7 +41,7 @@ class Training:
         self.directory = directory / "run"
         self.lines: list[tuple[float, str]] = []
         env = {name: text for name, text in os.environ.items() if name != "STATUS_FILE"}
-        env |= {"LOG_DIR": str(directory), "PYTHON": sys.executable}
+        env |= {"LOG_DIR": str(directory), "PYTHON": sys.executable, "RESTART_PAUSE": "0"}
         words = [sys.executable, "scripts/supervise.py", *command]
         self.process = subprocess.Popen(
             [*words, f"--checkpoint-dir={self.directory}"],

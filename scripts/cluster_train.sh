@@ -40,8 +40,14 @@ DRY_RUN="${DRY_RUN:-}"
 
 fail() {
   echo "cluster_train.sh: error: $(hostname): $*" >&2
-  (set -o noclobber && printf '{"cause": "configuration", "reason": "%s", "host": "%s"}\n' "$*" "$(hostname)" \
-    >"${FAILURE_FILE:-/dev/null}") 2>/dev/null || true # for supervise.py
+  local facts is_first=""
+  facts="$(printf '{"cause": "configuration", "reason": "%s", "host": "%s"}' "$*" "$(hostname)")"
+  (set -o noclobber && echo "$facts" >"${FAILURE_FILE:-/dev/null}") 2>/dev/null && is_first=1 # for supervise.py
+  # As in report.py: others may have the same error.
+  if [[ -n "${FAILURE_FILE:-}" && -n "${ATTEMPT:-}" ]]; then
+    echo "$facts" >"$FAILURE_FILE.$(hostname)"
+    sleep "${is_first:-0}"
+  fi
   exit 2
 }
 

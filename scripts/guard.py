@@ -21,6 +21,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - avoids a hang of loader workers with older releases of Python 3.10 and 3.11;
 - warns when a node's memory is nearly used up, and says which process grew most;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
+- in an srun step, turns SIGUSR1 and SIGUSR2 into STOP_SIGNAL, unless the script handles them;
 - records why the first rank failed, for scripts/supervise.py and torchrun.
 
 Environment:
@@ -38,6 +39,8 @@ Environment:
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
                   that has failed, and ranks that do not train one model    []
+    SIGNALS_FILE  where a byte is added for each signal that the script handles []
+    STOP_SIGNAL   the signal after which the script saves and exits: TERM, USR1, USR2  [TERM]
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 """
 
@@ -82,6 +85,7 @@ from report import (
     ranks_by_host,
     say,
     seconds,
+    stop_signal,
     wait_for,
     whole_number,
     write_event,
@@ -121,6 +125,7 @@ def main() -> None:
 
 def run_as_rank(arguments: list[str]) -> None:
     """Check all ranks, run the script, and report its error."""
+    forward_stop_signals()
     world = launch_environment(os.environ)
     faulthandler.register(signal.SIGQUIT)  # prints all stacks; the run goes on
     configure_process(world)
@@ -182,6 +187,39 @@ def exit_with(error: BaseException) -> None:
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
     sys.exit(1)
+
+
+# ------------------------------------------------------------------------------ stop signals
+
+
+def forward_stop_signals() -> None:
+    """In an srun step, turn SIGUSR1 and SIGUSR2 into STOP_SIGNAL, as run_torchrun.py does.
+
+    srun ends its step at SIGTERM, but forwards these two. The script may replace these handlers. In
+    SIGNALS_FILE, supervise.py finds the signals that Slurm has sent to the ranks only.
+    """
+    if is_srun_step(os.environ):
+        for number in {signal.SIGUSR1, signal.SIGUSR2} - {stop_signal()}:
+            signal.signal(number, forward_stop)
+    file = os.environ.get("SIGNALS_FILE")
+    if file:
+        with suppress(OSError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+            signal.set_wakeup_fd(os.open(file, flags), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=forget_stop_signals)
+
+
+def forward_stop(_number: int, _frame) -> None:
+    os.kill(os.getpid(), stop_signal())
+
+
+def forget_stop_signals() -> None:
+    """In a child, such as a loader worker: a signal to it is none to the rank."""
+    with suppress(ValueError):  # not in the main thread
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) is forward_stop:
+                signal.signal(number, signal.SIG_IGN)
 
 
 # ------------------------------------------------------------------------- launch environment
@@ -368,9 +406,13 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
         compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
     result = wait_for(store, "result", deadline + 5)
     if result is None:
-        fail(f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log")
+        text = f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log"
+        fail(text, "node lost")
     problem, infos = json.loads(result)
     if problem and rank == 0:
+        if None in infos:
+            started = ranks_by_host(infos)
+            write_failure("node lost", problem, rank, started_hosts=list(started))
         fail(problem)
     if problem:
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit

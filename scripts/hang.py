@@ -30,6 +30,7 @@ from report import (
 
 SILENT = "does not answer"
 ENDED = "has ended"
+LONGEST_TICK = 3  # seconds between two looks of a watch; in the rest, the process was suspended
 POLL = 5  # seconds between checks for a hang that another rank has found
 QUIET_SECONDS = 30  # without progress, at most, before the recorder is asked for a limit
 EARLY_SECONDS = 60  # without a step, at least, before the warning
@@ -91,14 +92,14 @@ class HangWatch:
 
     def watch(self) -> None:
         progress = None
-        since = time.monotonic()
+        woke_up = time.monotonic()
         while not self.over.wait(1):
             self.warn_of_late_settings()
             previous = progress
             progress = (self.steps, self.compilations, counters())
-            if progress != previous:
-                since = time.monotonic()
-            self.quiet = time.monotonic() - since
+            seconds_awake = min(time.monotonic() - woke_up, LONGEST_TICK)
+            woke_up = time.monotonic()
+            self.quiet = 0.0 if progress != previous else self.quiet + seconds_awake
             if self.quiet > self.timeout() and waits_for():
                 self.found.set()
             if self.found.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 
 HOST = socket.gethostname()
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
+STOP_SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
+OTHERS_SECONDS = 1  # for the other hosts to find the same user error
 PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
 
 
@@ -23,14 +26,32 @@ def say(text: str) -> None:
 
 
 def write_failure(cause: str, reason: str, rank: int | None, host: str = HOST, **more) -> None:
-    """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so."""
+    """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so.
+
+    A user error is also written to a file of this host, and the first host waits for the others: an
+    error that one host alone has is not the user's.
+    """
     file = os.environ.get("FAILURE_FILE")
-    if file:
-        facts = {"cause": cause, "reason": reason, "host": host, **more}
-        if rank is not None:
-            facts["rank"] = rank
-        with suppress(OSError), open(file, "x") as first:
-            json.dump(facts, first)
+    if not file:
+        return
+    facts = {"cause": cause, "reason": reason, "host": host, **more}
+    if rank is not None:
+        facts["rank"] = rank
+    is_first = write_new(file, facts)
+    if cause == "configuration" and "ATTEMPT" in os.environ:
+        write_new(f"{file}.{host}", facts)
+        if is_first:
+            time.sleep(OTHERS_SECONDS)
+
+
+def write_new(file: str, facts: dict) -> bool:
+    """Write JSON, unless the file exists. Returns whether it was written."""
+    try:
+        with open(file, "x") as new:
+            json.dump(facts, new)
+    except OSError:
+        return False
+    return True
 
 
 def write_event(event: str, text: str, **facts) -> None:
@@ -82,6 +103,14 @@ def whole_number(name: str, text: str, low: int, high: int) -> int:
         if low <= value <= high:
             return value
     fail(f"{name} is {text!r}, not a number from {low} to {high}: correct or unset it")
+
+
+def stop_signal() -> signal.Signals:
+    """The signal that makes the training save and exit: $STOP_SIGNAL."""
+    name = os.environ.get("STOP_SIGNAL") or "TERM"
+    if name not in STOP_SIGNALS:
+        fail(f"STOP_SIGNAL is {name!r}, not one of {', '.join(STOP_SIGNALS)}")
+    return STOP_SIGNALS[name]
 
 
 def has_gpu() -> bool:

@@ -4,13 +4,15 @@
 Usage: scripts/run_torchrun.py LOG COMMAND [ARGUMENT ...]
 
 scripts/cluster_train.sh ends with this. SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C are forwarded
-to the ranks, once, as SIGTERM: they save and exit, so torchrun exits without an error. A second
-Ctrl-C kills them; a second SIGTERM does not, because Slurm sends it twice in quick succession.
+to the ranks, once, as STOP_SIGNAL (TERM, USR1 or USR2 [TERM]): they save and exit, so torchrun
+exits without an error. A second Ctrl-C kills them; a second SIGTERM does not, because Slurm sends
+it twice in quick succession.
 SIGQUIT makes the ranks print their stacks and go on.
 The output is also written to the file LOG. If a rank was killed, this is what FAILURE_FILE says
 (see guard.py). Without one, the reason why a rank has failed is printed again at the end, below the
 40 lines of torchrun.
-Exit code: that of COMMAND; 128 + N if signal N killed it. Needs only Python 3.8.
+Exit code: that of COMMAND; 128 + N if signal N killed it, or if the ranks did not exit with 0 after
+it. Needs only Python 3.8.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import memory
-from report import HOST, end_of, parent_of, rank_of, say, write_failure
+from report import HOST, end_of, parent_of, rank_of, say, stop_signal, write_failure
 
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
@@ -37,6 +39,7 @@ STACK_SECONDS = 0.3  # from one rank that prints its stacks to the next, whose l
 
 
 def main() -> int:
+    torchrun = Torchrun()
     log, *command = sys.argv[1:]
     # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP")  # not SIGQUIT
@@ -48,12 +51,12 @@ def main() -> int:
         os.environ["FAILURE_FILE"] = failure_file
         tee = start_tee(log)
         kills = memory.oom_kills()
-        torchrun = Torchrun()
         code = torchrun.run(command)
         ignore_signals()
         if code != 0 and not os.path.exists(failure_file):
             time.sleep(0.2)  # until tee has written torchrun's report
-            report_killed_rank(kills, log, torchrun.stopped_ranks)
+            report_killed_rank(kills, log, torchrun.stopped_by)
+            code = -torchrun.stopped_by or code
         elif code != 0 and not supervised:  # supervise.py does so, too
             repeat(failure_file)
     end_tee(tee)
@@ -65,15 +68,16 @@ class Torchrun:
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
-        self.stopped_ranks: list[int] = []  # those that SIGTERM was sent to
-        self.is_stopping = False
-
-    def run(self, command: list[str]) -> int:
-        """Run it until it exits. Returns its exit code, -N if signal N killed it."""
+        self.stopped_ranks: list[int] = []  # those that STOP_SIGNAL was sent to
+        self.stopped_by = 0  # the first signal received
+        self.stop_signal = stop_signal()
         for number in STOPS:
             under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not under_nohup:
                 signal.signal(number, self.on_stop)
+
+    def run(self, command: list[str]) -> int:
+        """Run it until it exits. Returns its exit code, -N if signal N killed it."""
         # In a new session, so that Ctrl-C does not reach it.
         self.process = subprocess.Popen(
             command,
@@ -82,7 +86,7 @@ class Torchrun:
             preexec_fn=before_torchrun,
         )
         signal.signal(signal.SIGQUIT, self.on_quit)
-        if self.is_stopping:  # before there was a process
+        if self.stopped_by:  # before there was a process
             self.process.kill()
         code = self.process.wait()
         for rank in self.stopped_ranks:
@@ -98,15 +102,15 @@ class Torchrun:
 
     def on_stop(self, number: int, _frame) -> None:
         ranks = self.ranks()
-        if self.is_stopping:
+        if self.stopped_by:
             if number == signal.SIGINT:
                 send(signal.SIGKILL, [*ranks, self.torchrun(), self.process.pid])
             return
-        self.is_stopping = True
+        self.stopped_by = number
         if number == signal.SIGINT:
             write("stopping: all ranks save and exit; press Ctrl-C again to kill them\n")
         self.stopped_ranks = ranks
-        send(signal.SIGTERM, ranks)
+        send(self.stop_signal, ranks)
         if self.process and not ranks:  # nothing to save
             self.process.kill()
 
@@ -177,10 +181,10 @@ def end_tee(tee: subprocess.Popen) -> None:
         tee.wait(LOG_SECONDS)
 
 
-def report_killed_rank(kills: int, log: str, stopped_ranks: list[int]) -> None:
+def report_killed_rank(kills: int, log: str, stopped_by: int) -> None:
     """Print and write to FAILURE_FILE what a rank that was killed could not report.
 
-    kills: what memory.oom_kills() returned before; stopped_ranks: those that were asked to stop.
+    kills: what memory.oom_kills() returned before; stopped_by: the signal that asked them to stop.
     """
     if memory.oom_kills() > kills:
         say(f"cluster_train.sh: error: {HOST}: {memory.KILLED}")
@@ -189,7 +193,7 @@ def report_killed_rank(kills: int, log: str, stopped_ranks: list[int]) -> None:
     text = end_of(log)
     _, found, report = text.rpartition("\nRoot Cause")  # torchrun's
     killed = re.search(r"^ *rank +: (\d+)(?:.*\n)+?.*Signal \d+ \((SIG\w+)\)", report, re.M)
-    if found and killed and not stopped_ranks:
+    if found and killed and not stopped_by:
         rank, name = killed.groups()
         say(f"cluster_train.sh: error: rank {rank} on {HOST}: ended by {name}")
         write_failure("killed", f"ended by {name}", int(rank))

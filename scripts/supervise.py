@@ -6,47 +6,50 @@ Usage: scripts/supervise.py COMMAND [ARGUMENT ...]
 COMMAND is any launch command of this repository. The Slurm and PBS scripts call supervise.py
 themselves. It needs only Python 3.8.
 
-    the training ...                  supervise.py ...
-    finished                          exits
-    stopped: time limit, preemption   requeues the job under Slurm, if Slurm permits it; else
-                                      prints how to resume
-    stopped by you                    prints how to resume
-    crashed                           runs the same command again
-    crashed 3 times without progress  prints the reason and exits
-    started by the scheduler 3 times  the same, instead of a requeue
-    in a row without progress
-    failed with a permanent error     prints the reason and exits
+How an attempt ended decides what follows: see the table in docs/RELIABILITY.md.
+    restart  runs the same command again, after 10 s; if no progress follows, after 30, 90 and
+             300 s; MAX_RESTARTS times at most
+    spare    the same, but a spare node takes the place of the suspect host. A host is suspect from
+             the second time on, and at once if its driver reports a failed GPU
+    requeue  lets Slurm start the job again, without a suspect host; tried again until Slurm answers
+    stop     prints how to resume
 
 Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time or MAX_DURATION stop the
-training, which saves first. A second Ctrl-C kills it. If COMMAND is a launcher of scripts/, SIGQUIT
-makes its ranks print their stacks.
+training: each rank gets STOP_SIGNAL, and the file STOP_FILE is made. It has STOP_SECONDS to save
+and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of scripts/, SIGQUIT makes
+its ranks print their stacks.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
-exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
-scripts/guard.py).
-The training reports, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped, failed),
-reason, start_step, global_step, saved_step, world_size. A script that writes no STATUS_FILE is
-restarted too; an attempt that ran for ten minutes then counts as progress.
+exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE, EVENTS_FILE and
+SIGNALS_FILE (see scripts/guard.py).
+The training may report, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped,
+failed), reason, start_step, global_step, saved_step, world_size. An attempt makes progress if it
+has saved a step; without a status, if a file that matches PROGRESS_FILE was written; without that,
+if it ran for ten minutes.
 
 The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
-start_step, end_step, saved_step, recomputed, hosts, world_size, cause, reason, code (the commit),
-events (those of EVENTS_FILE, such as a slow rank).
+start_step, end_step, saved_step, recomputed, hosts, world_size, progress (step, file, time or ""),
+cause, reason, code (the commit), events (those of EVENTS_FILE, such as a slow rank).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, in use, exception.
-ON_EVENT, a shell command, is run after each attempt. It finds the line of the attempt log on its
-standard input and in the variable EVENT, with two more fields: run_dir and next, which is finish,
-stop, requeue, restart, or why supervise.py gives up. It may take 10 s.
-A node is left out of the next attempts if only ranks on it did not answer in two hangs, or if its
-GPU has failed. With NNODES, a spare node takes its place at once. Without a spare, a Slurm job is
-requeued without the node. Under ssh and PBS, launch.py finds the hosts to leave out in
-EXCLUDED_NODES, and writes all its hosts to NODES_FILE, one per line.
-Exit code: 0 finished or requeued; STOPPED_EXIT_CODE stopped before the end; 1 gave up; 2 user
-error.
+ON_EVENT, a shell command, is run after each attempt, once it is known what follows. It finds the
+line of the attempt log on its standard input and, without events and with a short reason, in the
+variable EVENT, with two more fields: run_dir and next, which is finish, stop, requeue, restart,
+spare, or why supervise.py gives up. It may take 10 s. The training does not see ON_EVENT.
+With NNODES, the other nodes of the job are spares. Under ssh and PBS, launch.py finds the hosts to
+leave out in EXCLUDED_NODES, and writes all its hosts to NODES_FILE, one per line.
+Exit code: 0 finished or requeued; STOPPED_EXIT_CODE stopped before the end (1 if it is 0 and Slurm
+has refused the requeue); 1 gave up; 2 user error.
 
 Environment:
     MAX_RESTARTS       restarts after crashes within this job                    [10]
     MAX_DURATION       seconds after which the training is asked to stop         []
+    RESTART_PAUSE      seconds before the first restart                          [10]
+    STOP_SIGNAL        the signal that ranks get: TERM, USR1 or USR2             [TERM]
     STOP_SECONDS       seconds the training may take to stop before it is killed [300]
+    RESERVE_SECONDS    it is asked to stop so long before the end of the time
+                       [120, or a tenth of the time if this is less]
+    PROGRESS_FILE      a path or pattern, such as 'runs/a/*.pt', for scripts without a status []
     STOPPED_EXIT_CODE  for your own scheduler or supervisor, for example 75, EX_TEMPFAIL of
                        sysexits.h: "try again later"                             [0]
     LOG_DIR            a directory that all nodes see                            [logs]
@@ -61,6 +64,7 @@ Examples:
 """
 
 import ctypes
+import glob
 import json
 import os
 import re
@@ -74,25 +78,47 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-NO_PROGRESS = 3  # crashes, or starts of the job, in a row without progress before giving up
-PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
-WOULD_REPEAT = ("configuration", "NaN", "in use")
+from scheduler import (
+    end_of_job,
+    is_preempted,
+    log,
+    nodes_of_job,
+    output_of,
+    requeue,
+    slurm_id,
+    slurm_job,
+)
+
+PAUSES = (1, 3, 9, 30)  # times RESTART_PAUSE: before restarts in a row without progress
+MAX_STARTS = 3  # of the job, in a row without progress
+UNPROVEN_STARTS = 10  # in a row, of a script without a status and PROGRESS_FILE
+PROGRESS_SECONDS = 600  # such a script made progress if it ran this long
+USER_ERRORS = ("configuration", "NaN", "in use")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
 SSH_FAILED = 255  # exit code of ssh and of launch.py
 SIGKILLED = (-9, 137)  # exit code of a process that was killed, and of a shell whose child was
+STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 # Variables with the names of files, by which supervise.py and the training communicate.
-FILES = ("STOP_FILE", "STATUS_FILE", "FAILURE_FILE", "EVENTS_FILE", "NODES_FILE")
+FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE NODES_FILE SIGNALS_FILE".split()
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
-HANGS = 2  # in which a node did not answer, before it is left out
+AGAIN = ("restart", "spare")
+REQUEUE_SECONDS = 10  # from one try to requeue to the next
+MAX_FAILED = 30  # tries that slurmctld answers with another error than a refusal
+STRIKES = 2  # pieces of evidence against a host that make it suspect
+EVENT_CHARACTERS = 1000  # of the reason in the variable EVENT; Linux allows 131,071 bytes
+ASK_SECONDS = 60  # from one question for the end of the job to the next
 NUMBERS = {  # environment variables, and their defaults
     "MAX_RESTARTS": 10,
     "MAX_DURATION": float("inf"),
+    "RESTART_PAUSE": 10.0,
     "STOP_SECONDS": 300.0,
+    "RESERVE_SECONDS": 0.0,  # see time_left()
     "STOPPED_EXIT_CODE": 0,
     "NNODES": 0,  # all
     "SLURM_RESTART_COUNT": 0,
@@ -115,6 +141,44 @@ OF_THE_JOB = re.compile(
     r"|([CG]PUS|MEM|NTASKS|THREADS|TRES)_PER_\w+)"
 )
 HOST = socket.gethostname()
+
+
+class Row(NamedTuple):
+    """How an attempt ended, and what follows: the first action that is possible."""
+
+    evidence: str
+    first: str
+    then: tuple = ()  # tried in this order; once a host is suspect, without `first`
+    gives_up: str = ""
+
+
+TABLE = {  # the same as in docs/RELIABILITY.md
+    "success": Row("exit code 0; the status is `finished`, or there is none", "finish"),
+    "a stop by you": Row("Ctrl-C, SIGHUP, a file STOP, `--stop-at-step`", "stop"),
+    "a stop by the scheduler": Row(
+        "SIGTERM, SIGUSR1, SIGUSR2 or the end of the time; then exit code 0, or a failure",
+        "requeue",
+        ("stop",),
+        "after 3 starts of the job in a row without progress",
+    ),
+    "a user error": Row(
+        "exit code 2 on the first host or on several; NaN; a run directory in use", "give up"
+    ),
+    "a bad node": Row(
+        "a node did not start, or a rank on it never came; one node alone has no mount, Python or "
+        "package, or does not answer in a hang; its driver reports a failed GPU",
+        "restart",
+        ("spare", "requeue", "restart"),
+        "after 5 attempts in a row without progress, and 3 starts of the job",
+    ),
+    "a crash": Row(
+        "any other failure or hang, or exit code 0 with the status `running` or `failed`. The host "
+        "of the first rank to fail may be bad",
+        "restart",
+        ("spare", "restart", "requeue"),
+        "after 5 attempts in a row without progress, and 3 starts of the job",
+    ),
+}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -126,6 +190,9 @@ def main():
     if not command or command[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if command else 2
+    from report import stop_signal  # an older Python cannot read that file
+
+    stop_signal()
     try:
         for name in NUMBERS:
             number(name)
@@ -171,44 +238,39 @@ def never_restarts():
     return os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py")
 
 
-def log(text):
-    try:
-        print(f"supervise.py: {text}", file=sys.stderr, flush=True)
-    except OSError:  # the terminal was closed, or Ctrl-C ended a `tee`
-        sys.stderr = open(os.devnull, "w")
-
-
-def made_progress(attempt):
-    """Whether an attempt has saved a step that the previous one had not."""
-    if attempt.get("world_size"):  # the script has written its status
-        return attempt["saved_step"] > attempt["start_step"]
-    return attempt["end"] - attempt["start"] > PROGRESS_SECONDS
-
-
-def exit_code(decision, cause):
-    """The exit code of supervise.py."""
-    if decision in ("finish", "requeue"):
-        return 0
-    if decision == "stop":
-        return number("STOPPED_EXIT_CODE")
-    return 2 if cause in ("configuration", "in use") else 1
+def last_change():
+    """When the newest file that matches PROGRESS_FILE was written; 0 if there is none."""
+    newest = 0
+    for file in glob.glob(os.environ.get("PROGRESS_FILE", ""), recursive=True):
+        with suppress(OSError):  # it was replaced
+            newest = max(newest, os.stat(file).st_mtime)
+    return newest
 
 
 def run_on_event(record):
     """Run ON_EVENT, which finds this as JSON on its standard input and in the variable EVENT."""
-    command = os.environ.get("ON_EVENT")
-    if not command:
+    if not os.environ.get("ON_EVENT"):
         return
     text = json.dumps(record)
-    options = {"shell": True, "input": text.encode(), "env": {**os.environ, "EVENT": text}}
+    short = json.dumps({**record, "reason": record["reason"][:EVENT_CHARACTERS], "events": []})
+    command = ["sh", "-c", 'eval "$ON_EVENT"']  # `ps` shows no secret in it
+    options = {"input": text.encode(), "env": {**os.environ, "EVENT": short}}
     try:
-        code = subprocess.run(command, timeout=ON_EVENT_SECONDS, **options).returncode
-        problem = f"exit code {code}" if code else ""
+        result = subprocess.run(
+            command, timeout=ON_EVENT_SECONDS, preexec_fn=ignore_stops, **options
+        )
+        problem = f"exit code {result.returncode}" if result.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = type(error).__name__  # its text has the command, maybe with a password
         kill_descendants()
     if problem:
         log(f"WARNING: ON_EVENT failed: {problem}")
+
+
+def ignore_stops():
+    """A job that is being requeued gets SIGTERM."""
+    for name in STOPS:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 # ---------------------------------------------------------------------------------- supervision
@@ -227,29 +289,27 @@ class Supervisor:
         self.run_dir = None  # reported by the training
 
         # the time, and requests to stop
-        now = time.time()
-        self.end_of_job = end_of_job()
-        self.deadline = min(self.end_of_job, now + number("MAX_DURATION"))
-        # The training is asked to stop this many seconds before the deadline.
-        self.reserve = min(120, (self.deadline - now) / 10)
         self.signals = []  # names of those received
         self.stopping_since = None
         self.pressed_again = False  # Ctrl-C
         self.killed = False  # by us, because it did not stop
         self.warning = ""  # the last one of watch()
         self.child = None  # the process of COMMAND
-
-        # attempts of this process
-        self.count = 0
-        self.crashes = 0  # in a row without progress
-
-        self.find_nodes()
-
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        for name in STOPS:  # before Slurm is asked, which may take a minute
             under_nohup = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not under_nohup:
                 signal.signal(getattr(signal, name), self.on_signal)
         signal.signal(signal.SIGQUIT, self.forward)
+        self.began = time.time()
+        self.asked_at = 0  # when Slurm or PBS was asked for the end of the job
+        self.end_of_job = number("SLURM_JOB_END_TIME")
+        self.time_left()
+
+        # attempts of this process
+        self.count = 0
+        self.crashes = 0  # in a row without progress
+        self.refused = False  # Slurm has refused a requeue
+        self.find_nodes()
 
     def on_signal(self, number, _frame):
         if number == signal.SIGINT and self.stopping_since:  # within a second, it is the same one
@@ -258,76 +318,160 @@ class Supervisor:
 
     def forward(self, number, _frame):
         """A request for stacks, which would end other programs than our launchers."""
-        is_ours = any("scripts/" in word for word in self.command[:2])
-        if self.child and is_ours and not is_srun(self.command):
+        if self.child and is_ours(self.command):
             self.child.send_signal(number)
+
+    def time_left(self):
+        """Seconds until the training should be asked to stop. Sets end_of_job and reserve."""
+        now = time.time()
+        if now > self.asked_at + ASK_SECONDS:  # the end may be changed; suspended jobs end later
+            self.asked_at = now
+            self.end_of_job = end_of_job() or self.end_of_job
+        self.deadline = min(self.end_of_job, self.began + number("MAX_DURATION"))
+        usual = min(120, (self.deadline - self.began) / 10)
+        self.reserve = number("RESERVE_SECONDS") or usual
+        return self.deadline - self.reserve - now
+
+    def asked(self):
+        """Who has asked the training to stop: names of signals, or the time limit; [] if nobody."""
+        if self.signals or self.stopping_since or self.time_left() < 0:
+            return self.signals or ["time limit"]
+        return []
 
     def keep_alive(self):
         """Run attempts until the training ends. Returns the exit code."""
         while True:
             attempt = self.attempt()
-            self.leave_out_bad_nodes(attempt)
             if attempt["cause"] != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
-            self.count_crash(attempt)
-            decision = self.decide(attempt)
-            run_on_event({**attempt, "run_dir": self.run_dir, "next": decision})
-            if decision == "requeue" and not requeue(self.left_out):
-                decision = self.decide(attempt, can_requeue=False)
-                if self.bad_node:
-                    log(f"to leave out {', '.join(self.left_out)}: {submit_without(self.left_out)}")
-            self.report(attempt, decision)
-            if decision != "restart":
+            self.crashes = 0 if attempt["progress"] else self.crashes + 1
+            decision = self.act(attempt)
+            if decision in AGAIN and self.is_stopped_in_pause():
+                decision = self.act(attempt)
+            if decision not in AGAIN:
                 break
         with suppress(OSError):
             self.directory.rmdir()  # unless it holds the attempt log
-        return exit_code(decision, attempt["cause"])
+        return self.exit_code(decision, attempt["cause"])
 
-    def count_crash(self, attempt):
-        if made_progress(attempt) or self.bad_node == "replaced":
-            self.crashes = 0
-        else:
-            self.crashes += 1
+    def act(self, attempt):
+        """Do what follows an attempt, and report it. Returns the decision."""
+        decision = self.decide(attempt)
+        run_on_event({**attempt, "run_dir": self.run_dir, "next": decision})
+        self.report(attempt, decision)
+        return decision
+
+    def pause(self):
+        """Seconds before the next restart."""
+        index = min(max(self.crashes, 1), len(PAUSES)) - 1
+        return PAUSES[index] * number("RESTART_PAUSE")
+
+    def is_stopped_in_pause(self):
+        """Wait before a restart. Returns whether a stop is requested in the meantime."""
+        end = time.monotonic() + self.pause()
+        while time.monotonic() < end and not self.asked():
+            time.sleep(0.2)
+        return bool(self.asked())
+
+    def exit_code(self, decision, cause):
+        """The exit code of supervise.py."""
+        if decision in ("finish", "requeue"):
+            return 0
+        if decision == "stop":
+            return number("STOPPED_EXIT_CODE") or int(self.refused)
+        return 2 if cause in ("configuration", "in use") else 1
 
     # ------------------------------------------------------------------------- what to do next
 
-    def decide(self, attempt, can_requeue=True):
-        """What to do after an attempt: finish, stop, requeue, restart, or else why to give up.
+    def decide(self, attempt):
+        """Do the first thing that TABLE lists and that is possible: one of its actions.
 
-        can_requeue is False if the scheduler has refused to requeue.
+        Returns it, or why to give up.
         """
+        name = self.ended_by(attempt)
+        row = TABLE[name]
+        suspects = self.find_suspects(attempt) if name in ("a bad node", "a crash") else []
+        why = ""
+        for action in row.then if suspects else (row.first, *row.then):
+            obstacle = self.obstacle(action, attempt, suspects, why)
+            if obstacle is None:
+                return action
+            why = obstacle or why
+        return why or "a restart would not help"
+
+    def ended_by(self, attempt):
+        """The row of TABLE."""
         cause = attempt["cause"]
         if cause in ("finished", "ended"):
-            return "finish"
-        if can_requeue and self.requeue_may_help(attempt):
-            starts = self.starts_without_progress()
-            if starts < NO_PROGRESS:
-                return "requeue"
-            return f"in {starts} starts of this job in a row, no new step was saved"
-        if cause == "stopped":
-            return "stop"
-        if cause in WOULD_REPEAT and self.bad_node != "replaced":
-            return "a restart would not help"
-        if self.signals or self.killed:
-            return "a stop was requested"
-        if self.crashes >= NO_PROGRESS:
-            return f"{self.crashes} crashes without progress"
-        if self.count > number("MAX_RESTARTS"):
-            return f"MAX_RESTARTS={number('MAX_RESTARTS')} is reached"
-        return "restart"
+            return "success"
+        asked = self.asked()
+        if failed_gpus(attempt) and not asked:
+            return "a bad node"
+        if cause in USER_ERRORS:
+            return "a user error"
+        if cause == "stopped" and not (asked or self.was_too_early(attempt)):
+            asked = attempt["reason"].split(", ")
+        if asked:
+            by_scheduler = ON_TIME.intersection(asked) and "SIGINT" not in asked
+            return "a stop by the scheduler" if by_scheduler else "a stop by you"
+        is_silent = cause == "hang" and self.evidence(cause)
+        return "a bad node" if cause == "node lost" or is_silent else "a crash"
 
-    def requeue_may_help(self, attempt):
-        """Whether the training should continue once the scheduler has started the job again."""
-        if attempt["cause"] == "stopped":
-            reasons = attempt["reason"].split(", ")
-            return any(reason in ON_TIME for reason in reasons)
-        if self.bad_node == "no spare" and not self.signals:
-            return True
-        if self.crashes >= NO_PROGRESS or attempt["cause"] in WOULD_REPEAT:
-            return False
-        if self.signals:
-            return all(name in ON_TIME for name in self.signals)
-        return self.killed  # after the time limit
+    def was_too_early(self, attempt):
+        """Whether the training stopped at a time limit that has been raised since."""
+        return attempt["reason"] == "time limit" and self.time_left() > 120
+
+    def obstacle(self, action, attempt, suspects, why):
+        """Try an action. Returns None if it is done, else the reason, if there is one to report.
+
+        why: the last such reason of an earlier action.
+        """
+        if action == "stop":
+            is_clean = attempt["cause"] == "stopped"
+            return why or (None if is_clean else "a stop was requested")
+        if action == "give up":
+            return ""
+        if action == "requeue":
+            return self.obstacle_to_requeue(attempt, suspects)
+        if action in AGAIN and self.count > number("MAX_RESTARTS"):
+            return f"MAX_RESTARTS={number('MAX_RESTARTS')} is reached"
+        if action == "restart" and self.crashes > len(PAUSES):
+            return f"{self.crashes} crashes without progress"
+        if action == "spare":
+            return self.obstacle_to_spare(suspects, attempt)
+        return None
+
+    def obstacle_to_requeue(self, attempt, suspects):
+        is_stop = self.asked() or attempt["cause"] == "stopped"
+        if not slurm_id() or (self.count > number("MAX_RESTARTS") and not is_stop):
+            return ""
+        starts = self.starts_without(("step", "file", "time"))
+        if starts >= MAX_STARTS:
+            return f"in {starts} starts of this job in a row, no new step was saved"
+        starts = self.starts_without(("step", "file"))
+        if starts >= UNPROVEN_STARTS:
+            remedy = "nothing has shown progress: set PROGRESS_FILE"
+            return f"in {starts} starts of this job in a row, {remedy}"
+        left_out = [*self.left_out, *suspects]
+        answers = [requeue(left_out)]
+        while answers[-1] in ("failed", "no answer") and answers.count("failed") < MAX_FAILED:
+            if "SIGINT" in self.signals or time.time() > self.end_of_job:
+                break
+            time.sleep(REQUEUE_SECONDS)
+            answers.append(requeue(left_out))
+        self.refused = answers[-1] not in ("requeued", "ended")
+        return None if answers[-1] == "requeued" else ""
+
+    def starts_without(self, kinds):
+        """How often in a row, with this time, this job was started without such progress."""
+        numbers = set()
+        for record in reversed(self.log_records()):
+            job, _, number = record["attempt"].rpartition(".")
+            is_complete = "end" in record
+            if job != self.job or not is_complete or record.get("progress") in kinds:
+                break
+            numbers.add(int(number) // 1000)  # see environment()
+        return len(numbers)
 
     def report(self, attempt, decision):
         """Print how the attempt ended, and what follows."""
@@ -346,22 +490,12 @@ class Supervisor:
             what += f": {attempt['reason']}"
         if decision == "requeue":
             log(f"{what}. The job is requeued{saved}")
-        elif decision == "restart":
-            log(f"{what}. Restart {self.count} of {number('MAX_RESTARTS')}{saved}")
+        elif decision in AGAIN:
+            which = f"Restart {self.count} of {number('MAX_RESTARTS')}"
+            log(f"{what}. {which} in {self.pause():.0f} s{saved}")
         else:
             remedy = f"After fixing it, to resume: {how_to_resume()}"
             log(f"error: {what}. Giving up: {decision}. {remedy}")
-
-    def starts_without_progress(self):
-        """How often in a row, with this time, this job was started and saved no new step."""
-        numbers = set()
-        for record in reversed(self.log_records()):
-            job, _, number = record["attempt"].rpartition(".")
-            is_complete = "end" in record
-            if job != self.job or not is_complete or made_progress(record):
-                break
-            numbers.add(int(number) // 1000)  # see environment()
-        return len(numbers)
 
     # ------------------------------------------------------------------------- the nodes
 
@@ -373,47 +507,57 @@ class Supervisor:
         if len(self.nodes) < len(self.job_nodes):
             used = f"{len(self.nodes)} of the job's {len(self.job_nodes)} nodes"
             log(f"training on {used} (NNODES, EXCLUDED_NODES); the others are spares")
-        self.silent_hosts = []  # for each hang, the host of which alone ranks did not answer
-        self.bad_node = ""  # "replaced" by a spare node, or there is "no spare"
+        self.strikes = []  # hosts, one for each piece of evidence
 
-    def leave_out_bad_nodes(self, attempt):
-        """Leave out the nodes with evidence against them, if others can take their place."""
-        self.bad_node = ""
-        events = [event for event in attempt["events"] if event.get("event") == "gpu_failed"]
-        failed = [event["host"] for event in events if isinstance(event.get("host"), str)]
-        for host in dict.fromkeys(failed):  # several ranks of a host may report it
-            self.leave_out(host, "its GPU has failed", attempt)
+    def given_nodes(self):
+        """All that may be used."""
+        return self.job_nodes or self.launcher_hosts
+
+    def find_suspects(self, attempt):
+        """The nodes against which this attempt has evidence, and not for the first time."""
+        hosts = failed_gpus(attempt) * STRIKES or self.evidence(attempt["cause"])
+        nodes = [name_among(self.given_nodes(), host) for host in hosts]
+        self.strikes += nodes
+        known = set(nodes).difference(self.left_out, [None])
+        return sorted(node for node in known if self.strikes.count(node) >= STRIKES)
+
+    def evidence(self, cause):
+        """The hosts against which the failure is evidence."""
         silent = self.failure.get("silent_hosts", [])
-        if len(silent) == 1:  # if several hosts are silent, the network may be at fault
-            self.silent_hosts += silent
-            hangs = self.silent_hosts.count(silent[0])
-            if hangs >= HANGS:
-                why = f"a rank on it did not answer in {hangs} hangs"
-                self.leave_out(silent[0], why, attempt)
+        if cause == "node lost":
+            return silent
+        if cause == "hang":
+            return silent if len(silent) == 1 else []  # of several, the network may be at fault
+        is_of_host = self.failure and cause != "port"
+        return [self.failure["host"]] if is_of_host else []
 
-    def leave_out(self, host, why, attempt):
-        """Leave out the node of this host, if another one can take its place."""
-        given = self.job_nodes or self.launcher_hosts  # all that may be used
-        node = name_among(given, host)
-        if not node or node in self.left_out:
-            return
-        left_out = [*self.left_out, node]
-        remaining = [other for other in given if other not in left_out]
-        if self.wanted and len(remaining) >= self.wanted:
-            self.bad_node = "replaced"
-            what = f"{node} is left out: {why}; a spare node takes its place"
-            self.nodes = choose_nodes(self.job_nodes, left_out, self.wanted)
-        elif self.job_nodes:
-            self.bad_node = "no spare"
-            what = f"{node} is to be left out: {why}; there is no spare node"
-        else:
-            log(f"WARNING: {node} may be defective: {why}; there is no spare node (NNODES)")
-            return
-        self.left_out = left_out
-        os.environ["EXCLUDED_NODES"] = ",".join(left_out)
-        event = {"time": time.time(), "event": "node_left_out", "text": what, "hosts": [node]}
+    def obstacle_to_spare(self, suspects, attempt):
+        """Leave out the suspect nodes, as many as there are spare nodes."""
+        good = [node for node in self.given_nodes() if node not in self.left_out]
+        spares = len(good) - self.wanted if self.wanted else 0
+        replaced = suspects[: max(0, spares)]
+        if not replaced:
+            return ""
+        self.crashes = 0
+        self.left_out = [*self.left_out, *replaced]
+        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
+        os.environ["EXCLUDED_NODES"] = ",".join(self.left_out)
+        what = f"{', '.join(replaced)} left out: a spare node takes its place"
+        event = {"time": time.time(), "event": "node_left_out", "text": what, "hosts": replaced}
         attempt["events"] = [*attempt["events"], event]
+        self.record(attempt)
         log(what)
+        return None
+
+    def lost_nodes(self):
+        """The nodes, fewer than all, where srun cannot start COMMAND: down, or without a mount."""
+        if len(self.nodes) < 2 or not is_srun(self.command):
+            return []
+        program = next(word for word in self.command[1:] if not word.startswith("-"))
+        probe = ["srun", "--overlap", "--nodes=1", "--ntasks=1"]
+        test = ["sh", "-c", 'command -v "$0"', program]
+        lost = [n for n in self.nodes if output_of(*probe, f"--nodelist={n}", *test) is None]
+        return lost if len(lost) < len(self.nodes) else []
 
     # ------------------------------------------------------------------------- one attempt
 
@@ -439,17 +583,18 @@ class Supervisor:
             "hosts": self.nodes or [HOST],
             "events": [],
         }
+        before = last_change()
         self.is_recorded = False  # whether the attempt log has it, with the cause "running"
         code = self.run(env)
 
         status = read_status(self.files / "STATUS_FILE")
         self.failure = read_failure(self.files / "FAILURE_FILE")
         self.launcher_hosts = lines_of(self.files / "NODES_FILE")
+        cause, reason = self.cause(code, status)
         events = parse_lines(lines_of(self.files / "EVENTS_FILE"))[-MAX_EVENTS:]
         shutil.rmtree(self.files, ignore_errors=True)
         self.run_dir = status.get("run_dir") or self.run_dir
-        cause, reason = self.cause(code, status, self.failure)
-        return {
+        attempt = {
             **self.begun,
             "end": time.time(),
             **steps(status),
@@ -458,10 +603,13 @@ class Supervisor:
             "reason": reason,
             "events": events,
         }
+        attempt["progress"] = progress(attempt, before)
+        return attempt
 
     def environment(self):
         """The environment of the next attempt."""
         env = dict(os.environ)
+        env.pop("ON_EVENT", None)  # it may have a secret
         env["ATTEMPT"] = str(self.count)
         env["ATTEMPT_ID"] = f"{self.job}.{1000 * number('SLURM_RESTART_COUNT') + self.count}"
         env["STORE_KEY"] = os.urandom(8).hex()  # see scripts/guard.py
@@ -493,34 +641,75 @@ class Supervisor:
         nodes = [f"--nodes={len(self.nodes)}", f"--nodelist={','.join(self.nodes)}"]
         return [self.command[0], *nodes, *self.command[1:]]
 
-    def cause(self, code, status, failure):
+    def cause(self, code, status):
         """Why an attempt ended: (one of the causes above, reason)."""
-        asked = ", ".join(self.signals) or "time limit"
+        asked = ", ".join(self.asked()) if self.stopping_since else ""
         state = status.get("state")
         reason = status.get("reason", "")
+        failure = self.failure
         # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
         # If ssh has lost the connection to a host, node.py does so there.
-        launcher_failed = code in (*SIGKILLED, SSH_FAILED) and not self.signals
+        launcher_failed = code in (*SIGKILLED, SSH_FAILED) and not asked
         orphaned = launcher_failed and state == "stopped" and reason == "SIGTERM"
         if state in ("finished", "stopped") and not orphaned:
-            if reason == "STOP file" and self.stopping_since:  # our own file
-                reason = asked
-            return state, reason
+            return state, reason and (asked or reason)  # the reason is our own signal or file
         if failure:
-            rank = f"rank {failure['rank']} on " if "rank" in failure else ""
-            return failure["cause"], f"{rank}{failure['host']}: {failure['reason']}"
-        if code == 0 and self.stopping_since:
+            return self.cause_of_failure(failure)
+        ended_by_signal = signal_of(code)
+        if asked and not self.killed and (code == 0 or ended_by_signal):
             return "stopped", asked
+        received = self.signals_received()
+        if code == 0 and received:
+            return "stopped", received
+        if code == 0 and state:
+            remedy = "if a pipeline hides the exit code, use `set -o pipefail`"
+            return "killed", f"exit code 0, but the status is still {state}: {remedy}"
         if code == 0:
             return "ended", "exit code 0, but the training wrote no STATUS_FILE"
         if self.killed:
             return "killed", "it did not stop in time (STOP_SECONDS), or you pressed Ctrl-C twice"
+        if ended_by_signal and is_preempted():  # Slurm signals only the ranks
+            return "stopped", ended_by_signal
+        lost = self.lost_nodes()
+        if lost or (code == 2 and is_srun(self.command)):  # or with the error number of execve()
+            self.failure = {"silent_hosts": lost}
+            where = ", ".join(lost) or "a node"
+            return "node lost", f"{where} cannot start the program (down, or without a mount?)"
         if code == 2:
             return "configuration", "see the error above"
         if code in SIGKILLED:
             return "killed", "killed (SIGKILL); out of memory? (see dmesg)"
         remedy = "see the errors above; if there are none, see dmesg"
         return "killed", f"exit code {code} and no error report: {remedy}"
+
+    def cause_of_failure(self, failure):
+        """(cause, reason) of FAILURE_FILE. If it is the fault of nodes, sets their silent_hosts."""
+        cause = failure["cause"]
+        used = choose_nodes(self.given_nodes(), self.left_out, self.wanted)
+        silent = []
+        if "started_hosts" in failure:  # the rank check waits for the others
+            started = failure["started_hosts"]
+            silent = [node for node in used if not name_among(started, node)]
+        elif cause == "configuration":  # each host that has reported it has a file
+            reports = [read_failure(file) for file in self.files.glob("FAILURE_FILE*")]
+            silent = list({name_among(used, report["host"]) for report in reports if report})
+            if len(silent) == 1 and silent[0] not in (None, *used[:1]):  # else, it is the user's
+                cause = "node lost"
+        if silent and len(silent) < len(used):
+            failure["silent_hosts"] = silent
+        rank = f"rank {failure['rank']} on " if "rank" in failure else ""
+        return cause, f"{rank}{failure['host']}: {failure['reason']}"
+
+    def signals_received(self):
+        """The signals that ranks got shortly before the end. guard.py writes a byte for each."""
+        file = self.files / "SIGNALS_FILE"
+        try:
+            numbers = file.read_bytes()
+            is_recent = time.time() - file.stat().st_mtime < number("STOP_SECONDS")
+        except OSError:
+            return ""
+        names = [name for name in STOPS if getattr(signal, name) in numbers]
+        return ", ".join(names) if is_recent else ""
 
     def run(self, env):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
@@ -535,8 +724,8 @@ class Supervisor:
             time.sleep(0.2)
             self.watch()
         code = self.child.returncode
-        while code < 0 and self.signals and not self.killed and descendants():
-            time.sleep(0.2)  # the scheduler killed the shell, but its children still save
+        while code < 0 and self.stopping_since and not self.killed and descendants():
+            time.sleep(0.2)  # a signal killed the shell, but its children still save
             self.watch()
         kill_descendants()  # for example, ranks whose torchrun was killed
         return code
@@ -576,22 +765,29 @@ class Supervisor:
 
     def stop_if_requested(self):
         """Ask the training to stop, after a signal or shortly before the end of the time."""
-        out_of_time = time.time() > self.deadline - self.reserve
-        if self.signals:
-            reason = self.signals[0]
-        elif out_of_time:
-            reason = "time limit"
-        else:
+        asked = self.asked()
+        if not asked:
             return
-        (self.files / "STOP_FILE").touch()
         self.stopping_since = time.time()
-        log(f"{reason}: saving and stopping; press Ctrl-C again to kill the training")
+        log(f"{asked[0]}: saving and stopping; press Ctrl-C again to kill the training")
+        with suppress(OSError):
+            (self.files / "STOP_FILE").touch()
+        if is_srun(self.command) or is_ours(self.command):
+            self.child.send_signal(
+                signal.SIGUSR2
+            )  # srun forwards it; see run_torchrun.py, guard.py
+        else:
+            signal_ranks(self.child.pid)
 
     def kill_if_too_slow(self):
-        """Kill the training after STOP_SECONDS, in time for a requeue, or at a second Ctrl-C."""
-        limit = self.stopping_since + number("STOP_SECONDS")
-        if not self.signals:  # at the time limit; after it, Slurm would no longer requeue the job
-            limit = min(limit, self.end_of_job - self.reserve / 4)
+        """Kill the training after its time to stop, in time for a requeue, or at another Ctrl-C."""
+        seconds = number("STOP_SECONDS")
+        if not self.signals:  # at the time limit
+            seconds = max(seconds, self.reserve)
+        limit = self.stopping_since + seconds
+        end = self.end_of_job - min(30, self.reserve / 4)  # later, Slurm would not requeue the job
+        if end > self.stopping_since:
+            limit = min(limit, end)
         if self.pressed_again or time.time() > limit:
             self.killed = True
             self.kill_command()
@@ -656,6 +852,11 @@ def is_srun(command):
     return Path(command[0]).name == "srun"
 
 
+def is_ours(command):
+    """Whether it is a launcher of scripts/, which forwards signals to the ranks."""
+    return any("scripts/" in word for word in command[:2]) and not is_srun(command)
+
+
 def choose_master(env, command, nodes):
     """For srun: MASTER_ADDR and MASTER_PORT; the port is free, if this is the first node."""
     if not nodes or not is_srun(command):
@@ -676,6 +877,25 @@ def name_among(nodes, host):
         return host
     similar = [node for node in nodes if node.split(".")[0] == host.split(".")[0]]
     return similar[0] if len(similar) == 1 else None
+
+
+def failed_gpus(attempt):
+    """The hosts whose driver reports a failed GPU; several ranks of a host may say so."""
+    events = [event for event in attempt["events"] if event.get("event") == "gpu_failed"]
+    hosts = [event["host"] for event in events if isinstance(event.get("host"), str)]
+    return list(dict.fromkeys(hosts))
+
+
+def progress(attempt, before):
+    """How the attempt has shown progress: "step", "file", "time", or "" if it has made none.
+
+    before: what last_change() returned at its start.
+    """
+    if attempt["world_size"]:  # the script has written its status
+        return "step" if attempt["saved_step"] > attempt["start_step"] else ""
+    if os.environ.get("PROGRESS_FILE"):
+        return "file" if last_change() > before else ""
+    return "time" if attempt["end"] - attempt["start"] > PROGRESS_SECONDS else ""
 
 
 def steps(status):
@@ -765,6 +985,34 @@ def prctl(option, value):
         ctypes.CDLL(None).prctl(option, value)
 
 
+def signal_of(code):
+    """The name of the stop signal that ended a process, or a shell's child; "" if none has."""
+    for name in STOPS:
+        if code in (-getattr(signal, name), 128 + getattr(signal, name)):
+            return name
+    return ""
+
+
+def signal_ranks(child):
+    """Send STOP_SIGNAL to the ranks on this host; without ranks, to all processes of COMMAND."""
+    from report import parent_of, stop_signal
+
+    ranks = [process for process in descendants() if is_in_rank(process)]
+    if not ranks:
+        os.killpg(child, stop_signal())
+    for process in ranks:
+        with suppress(OSError):  # it has just ended
+            if not is_in_rank(parent_of(process)):  # not a loader worker
+                os.kill(process, stop_signal())
+
+
+def is_in_rank(process):
+    """Whether torchrun, or a launcher like it, has started this process."""
+    with suppress(OSError):
+        return b"\0LOCAL_RANK=" in Path(f"/proc/{process}/environ").read_bytes()
+    return False
+
+
 def kill_descendants():
     """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive."""
     for number, seconds in ((signal.SIGTERM, 8), (signal.SIGKILL, 5)):
@@ -794,7 +1042,7 @@ def descendants():
     return found
 
 
-# --------------------------------------------------------------- the job, of Slurm, PBS or neither
+# ------------------------------------------------------------------------------------- the code
 
 
 def code_version():
@@ -814,124 +1062,11 @@ def files_changed_since(then):
     return changed
 
 
-def end_of_job():
-    """The end of the job's time in seconds since 1970; inf if it is not known."""
-    try:
-        if slurm_id():
-            return time.mktime(time.strptime(slurm_job()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
-        if os.environ.get("PBS_JOBID"):
-            facts = pbs_job()
-            start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
-            return start + walltime_seconds(facts["Resource_List.walltime"])
-    except (KeyError, ValueError):  # the scheduler has not answered, or the time has no limit
-        if slurm_id():
-            return number("SLURM_JOB_END_TIME")
-    return float("inf")
-
-
 def how_to_resume():
     if slurm_id() or os.environ.get("PBS_JOBID"):
         return "submit or run the same command again"
     command = " ".join(shlex.quote(word) for word in sys.argv)
     return re.sub(r" --stop-at-step[= ]\d+", "", command)  # it would stop there at once
-
-
-def submit_without(nodes):
-    return f"submit the same command again, with --exclude={','.join(nodes)}"
-
-
-# ---------------------------------------------------------------------------------------- Slurm
-
-
-def output_of(*command):
-    """What a command prints; None if it fails."""
-    try:
-        result = subprocess.run(command, capture_output=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.decode(errors="replace")
-
-
-def nodes_of_job():
-    """The nodes of this Slurm job; [] outside Slurm."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        return []
-    text = output_of("scontrol", "show", "hostnames", nodes) or ""
-    return text.split()
-
-
-def slurm_id():
-    """The job's id for Slurm's commands. In an array, SLURM_JOB_ID of one task means all tasks."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    if array:
-        return f"{array}_{task}"
-    return os.environ.get("SLURM_JOB_ID")
-
-
-def slurm_job():
-    """What `scontrol show job` prints: {name: text}; {} outside Slurm."""
-    job = slurm_id()
-    if not job:
-        return {}
-    text = output_of("scontrol", "show", "job", job) or ""
-    return dict(re.findall(r"(\w+)=(\S*)", text))
-
-
-def exclude(job, nodes):
-    """Ask Slurm to start this job, which is being requeued, on other nodes than these."""
-    earlier = slurm_job().get("ExcNodeList", "(null)")
-    names = nodes if earlier == "(null)" else [earlier, *nodes]
-    command = ["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}"]
-    for _ in range(5):  # until Slurm has processed the requeue
-        if output_of(*command) is not None:
-            return
-        time.sleep(0.5)
-    log(f"Slurm does not exclude {', '.join(nodes)}: scancel {job}; {submit_without(nodes)}")
-
-
-def requeue(left_out=()):
-    """Requeue this Slurm job, without these nodes. Returns whether Slurm will start it again."""
-    job = slurm_id()
-    if not job:
-        return False
-    facts = slurm_job()
-    state = facts.get("JobState")
-    if state not in (None, "RUNNING") and facts.get("Reason") != "TimeLimit":
-        log(f"job {job} is {state}: Slurm will end or restart it")
-    else:
-        log(f"requeueing job {job}")
-        try:  # This kills the job at once, so everything must be on disk by now.
-            command = ["scontrol", "requeue", job]
-            subprocess.run(command, stderr=subprocess.PIPE, timeout=60, check=True)
-        except subprocess.CalledProcessError as error:
-            log(f"Slurm does not requeue job {job}: {error.stderr.decode().strip()}")
-            return False
-        except (OSError, subprocess.TimeoutExpired) as error:
-            log(f"Slurm does not requeue job {job}: {error}")
-            return False
-    if left_out:
-        exclude(job, left_out)
-    return True
-
-
-# ------------------------------------------------------------------------------------------ PBS
-
-
-def pbs_job():
-    """The attributes of this job: {name: text}. Torque's names differ from those of OpenPBS."""
-    text = output_of("qstat", "-f", os.environ["PBS_JOBID"]) or ""
-    unwrapped = text.replace("\n\t", "")
-    return dict(re.findall(r"(?m)^    (\S+) = (.*)$", unwrapped))
-
-
-def walltime_seconds(text):
-    """The seconds in [[DAYS:]HOURS:]MINUTES:SECONDS."""
-    seconds = 0
-    for number, unit in zip(reversed(text.split(":")), (1, 60, 3600, 86400)):
-        seconds += int(number) * unit
-    return seconds
 
 
 if __name__ == "__main__":

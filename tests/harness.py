@@ -107,11 +107,13 @@ def save(*_):
     time.sleep(float(os.environ.get("SAVE_SECONDS", 8)))
     open(f"{sys.argv[-1][5:]}/saved{os.environ['RANK']}", "w").close()
     sys.exit()
-signal.signal(signal.SIGTERM, save)
+signal.signal(getattr(signal, "SIG" + os.environ.get("STOP_SIGNAL", "TERM")), save)
 os.write(1, b"ready\\n")
 while True:
     time.sleep(1)
 """
+
+os.environ.setdefault("RESTART_PAUSE", "0")  # supervise.py restarts at once
 
 # The tests run on CPUs, also on a machine with GPUs. test_gpu.py makes its GPUs visible again.
 HAS_NVIDIA_DRIVER = Path("/dev/nvidiactl").exists()

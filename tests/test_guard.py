@@ -32,6 +32,7 @@ from harness import (
     Result,
     free_port,
     run_ranks,
+    running,
 )
 
 GUARD = REPO / "scripts/guard.py"
@@ -1407,3 +1408,62 @@ def test_the_last_lines_of_torchrun_repeat_what_is_wrong(tmp_path):
     assert result.returncode == 1
     assert result.stderr.splitlines()[-2].endswith("the learning rate is negative")
     assert json.loads(failure.read_text())["cause"] == "configuration"
+
+
+# ------------------------------------------------------------------------------ stop signals
+
+STOPPED = """
+import os, signal, sys, time
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(1000)
+print(child, flush=True)
+while not received:
+    time.sleep(0.01)
+os.kill(child, signal.SIGUSR2)  # ignored
+time.sleep(1)
+os.kill(child, signal.SIGKILL)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def test_in_an_srun_step_sigusr2_becomes_the_stop_signal_and_is_recorded(tmp_path):
+    """supervise.py sends it through srun, which would end the step at SIGTERM."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "GUARD": "0"}
+    step |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    step |= {"SIGNALS_FILE": str(tmp_path / "signals"), "MASTER_ADDR": "localhost"}
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    command = [sys.executable, GUARD, tmp_path / "stopped.py"]
+    env = os.environ | step
+    with running(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        assert not (tmp_path / "signals").read_bytes()
+        process.send_signal(signal.SIGUSR2)
+        assert process.stdout.readline() == "9\n"
+        assert process.wait(timeout=60) == 0
+        process.stdout.close()
+    assert set((tmp_path / "signals").read_bytes()) == {signal.SIGUSR2, signal.SIGTERM}
+
+
+@pytest.mark.parametrize(("ticks", "is_hang"), [([1, 1, 1000, 1], False), ([1] * 12, True)])
+def test_the_time_in_which_all_ranks_were_suspended_is_no_hang(monkeypatch, ticks, is_hang):
+    """After SIGCONT, the first tick of the watch has taken as long as the suspension."""
+    clock = [0]
+
+    def wait(_seconds):
+        clock[0] += ticks[0] if ticks else 0
+        return not ticks or not ticks.pop(0)
+
+    watch = object.__new__(hang.HangWatch)
+    watch.over, watch.found = SimpleNamespace(wait=wait), threading.Event()
+    watch.steps = watch.compilations = watch.quiet = 0
+    watch.settings = {}
+    watch.timeout, watch.exit_all = lambda: 10, lambda: None
+    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(hang, "counters", lambda: {})
+    monkeypatch.setattr(hang, "waits_for", lambda: "gloo:all_reduce")
+    watch.watch()
+    assert watch.found.is_set() == is_hang

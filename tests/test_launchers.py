@@ -18,9 +18,11 @@ from harness import (
     OLD_PYTHONS,
     REPO,
     SLOW_TO_SAVE,
+    TORCHRUN,
     copy_repository,
     load,
     processes_with,
+    running,
     wait_until,
     write_program,
 )
@@ -89,6 +91,10 @@ def node(tmp_path):
         yield start
 
 
+def arguments_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 def saved(directory) -> list[str]:
     return sorted(path.name for path in directory.glob("saved*"))
 
@@ -104,6 +110,35 @@ def test_all_ranks_save_when_slurm_signals_all_processes_of_a_node(tmp_path, nod
         time.sleep(0.2)
     node.process.wait(timeout=90)
     assert saved(tmp_path) == ["saved0", "saved1"]
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+def test_each_rank_gets_the_stop_signal_when_supervise_is_stopped(tmp_path, node, name, launcher):
+    """The script does not look at STOP_FILE."""
+    supervise = "scripts/supervise.py"
+    before = [supervise]
+    if launcher == "torchrun":  # which SIGUSR1 would kill
+        script = tmp_path / "slow_to_save.py"
+        before += [*TORCHRUN, script, f"--to={tmp_path}"]
+        before = ["bash", "-c", '"${@:1:$#-3}"', "bash", *before]  # without cluster_train.sh
+    node = node(1, *before, STOP_SIGNAL=name)
+    (supervisor,) = [p for p in node.members() if supervise in arguments_of(p)[1:2]]
+    os.kill(supervisor, signal.SIGTERM)
+    assert node.process.wait(timeout=60) == 0
+    assert saved(tmp_path) == ["saved0", "saved1"]
+    assert "stopped (SIGTERM); to resume" in node.output.read_text()
+
+
+def test_a_stop_before_there_are_ranks_is_not_a_crash(tmp_path):
+    """As a preemption while torchrun still imports PyTorch."""
+    command = [sys.executable, "scripts/run_torchrun.py", tmp_path / "log"]
+    command += ["sh", "-c", "echo ready; exec sleep 1000"]
+    with running(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        process.stdout.close()
 
 
 def test_ranks_in_a_container_save_when_they_are_stopped(tmp_path, node):

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 import pytest
+import scheduler
 from harness import (
     FOREVER,
     OLD_PYTHONS,
@@ -120,10 +121,10 @@ def wait_for_attempt(directory, number: int = 1) -> None:
 CRASH = [sys.executable, "-c", "raise SystemExit(1)"]
 
 
-def test_crashes_without_progress_are_retried_twice(tmp_path, supervise):
+def test_crashes_without_progress_are_retried_four_times(tmp_path, supervise):
     code, text = supervise(*CRASH)
-    assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 3
-    assert "3 crashes without progress" in text
+    assert code == 1 and causes(tmp_path / "logs") == ["killed"] * 5
+    assert "5 crashes without progress" in text
 
 
 def test_crashes_with_progress_are_retried_until_max_restarts(tmp_path, fake, supervise):
@@ -136,7 +137,7 @@ def test_crashes_with_progress_are_retried_until_max_restarts(tmp_path, fake, su
 @pytest.mark.parametrize("code", [-9, 137, -6, 134, 255, 1])
 def test_only_a_process_that_was_killed_may_be_out_of_memory(supervisor, code):
     _, us = supervisor
-    cause, reason = us.cause(code, {}, {})
+    cause, reason = us.cause(code, {})
     assert cause == "killed" and ("out of memory" in reason) == (code in (-9, 137))
 
 
@@ -247,6 +248,50 @@ def test_what_does_not_stop_in_stop_seconds_is_killed(tmp_path, start):
     assert process.returncode == 1 and causes(tmp_path) == ["killed"]
 
 
+def test_exit_code_0_after_a_stop_counts_as_stopped_without_a_status(tmp_path, start):
+    """Slurm is asked to requeue; scontrol stands for it."""
+    requeues = tmp_path / "requeues"
+    write_program(tmp_path / "bin/scontrol", SCONTROL.format(requeues))
+    job = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    process = start(sys.executable, "-c", SAVES_SLOWLY, tmp_path / "saved", **job)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and requeues.read_text() == "requeue\n", text
+    assert (tmp_path / "saved").exists() and causes(tmp_path / "logs") == ["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("code", "job", "status", "expected"),
+    [
+        (0, "", {}, "ended"),
+        (0, "", {"state": "running"}, "killed"),  # train.py | tee log
+        (0, "", {"state": "failed"}, "killed"),
+        (0, "", {"state": "finished"}, "finished"),
+        (143, "", {}, "killed"),
+        (143, "7", {}, "killed"),  # of ranks that srun ends because one has failed
+        (143, "preempted", {}, "stopped"),  # Slurm signals its steps only
+        (2, "", {}, "configuration"),
+    ],
+)
+def test_the_cause_without_an_error_report(supervisor, monkeypatch, code, job, status, expected):
+    _, us = supervisor
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    facts = {"JobState": "RUNNING", "PreemptTime": "now" if job == "preempted" else "None"}
+    monkeypatch.setattr(scheduler, "slurm_job", lambda: facts if job else {})
+    assert us.cause(code, status)[0] == expected
+
+
+@pytest.mark.parametrize(("age", "cause"), [(0, "stopped"), (1000, "ended")])
+def test_a_signal_that_only_the_ranks_got_is_a_stop_if_they_ended_soon(supervisor, age, cause):
+    _, us = supervisor
+    file = us.files / "SIGNALS_FILE"
+    file.write_bytes(bytes([signal.SIGCHLD, signal.SIGTERM]))
+    os.utime(file, (time.time() - age,) * 2)
+    assert us.cause(0, {})[0] == cause
+    assert us.signals_received() == ("" if age else "SIGTERM")
+
+
 SAVES_SLOWLY = """
 import signal, sys, time
 def save(*_):
@@ -268,6 +313,12 @@ def test_a_scheduler_that_kills_the_shell_around_it_lets_the_training_save(tmp_p
     os.killpg(shell, signal.SIGTERM)
     process.communicate(timeout=120)
     assert (tmp_path / "saved").exists()
+
+
+def test_a_shell_around_the_training_lets_it_save_at_the_end_of_the_time(tmp_path, supervise):
+    command = [sys.executable, "-c", SAVES_SLOWLY, tmp_path / "saved"]
+    code, text = supervise("bash", "-c", '"$@"; :', "bash", *command, MAX_DURATION="4")
+    assert code == 0 and (tmp_path / "saved").exists(), text
 
 
 def test_a_killed_supervisor_leaves_no_training_behind_and_the_next_one_logs_it(
@@ -416,6 +467,7 @@ def test_exit_code_0_without_a_status_is_not_called_finished(tmp_path, supervise
 
 def test_an_old_python_is_reported_in_one_sentence():
     code = "import runpy, sys; sys.version_info = (3, 6, 8); sys.argv = sys.argv[1:]; "
+    code += f"sys.path[0] = {str(SUPERVISE.parent)!r}; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     commands = [[sys.executable, "-c", code], *([python] for python in OLD_PYTHONS)]
     for command in commands:
@@ -425,7 +477,7 @@ def test_an_old_python_is_reported_in_one_sentence():
         assert "is not Python 3.8 or newer" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("file", ["supervise.py", "ssh/launch.py", "ssh/node.py"])
+@pytest.mark.parametrize("file", ["supervise.py", "scheduler.py", "ssh/launch.py", "ssh/node.py"])
 def test_python_3_6_can_read_the_file(file):
     ast.parse((REPO / "scripts" / file).read_text(), feature_version=(3, 6))
 
@@ -451,20 +503,24 @@ def test_a_command_is_run_after_each_attempt(tmp_path, supervise):
     supervise(*CRASH, ON_EVENT=f"cat >>{tmp_path}/events; echo >>{tmp_path}/events")
     lines = (tmp_path / "events").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [record["next"] for record in records] == [
-        "restart",
-        "restart",
-        "3 crashes without progress",
-    ]
+    assert [record["next"] for record in records] == [*["restart"] * 4, CRASHES]
     logged = attempts(tmp_path / "logs")
     assert [record | attempt for record, attempt in zip(records, logged)] == records
+
+
+def test_neither_the_training_nor_ps_shows_a_secret_of_on_event(tmp_path, supervise):
+    seen = tmp_path / "seen"
+    look = f"cat /proc/[0-9]*/cmdline 2>/dev/null | grep -ac 'SECRE[T]' >{seen}"
+    hook = write_program(tmp_path / "hook", f"cat >/dev/null\n{look}")
+    code, text = supervise("env", ON_EVENT=f"export URL=SECRET; sh {hook}")
+    assert code == 0 and seen.read_text() == "0\n" and "SECRET" not in text, text
 
 
 RUN_ON_EVENT = """
 import supervise
 supervise.ON_EVENT_SECONDS = 1
 supervise.prctl(supervise.PR_SET_CHILD_SUBREAPER, 1)
-supervise.run_on_event({})
+supervise.run_on_event({"reason": "x" * 200_000})
 """
 
 
@@ -482,8 +538,12 @@ def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
 
 HELPLESS = "a restart would not help"
 ASKED = "a stop was requested"
-CRASHES = "3 crashes without progress"
+CRASHES = "5 crashes without progress"
 STARTS = "in 3 starts of this job in a row, no new step was saved"
+FIVE = "MAX_RESTARTS=5 is reached"
+HANG = {"silent_hosts": ["n2"]}
+LOST = {"cause": "node lost", **HANG}
+SPARE = {"wanted": 1}
 
 
 @pytest.mark.parametrize(
@@ -495,34 +555,69 @@ STARTS = "in 3 starts of this job in a row, no new step was saved"
         ("stop", "stop", "stopped", {"reason": "SIGINT"}),
         ("requeue", "stop", "stopped", {"reason": "time limit"}),
         ("requeue", "stop", "stopped", {"reason": "SIGCONT, SIGTERM"}),
+        ("restart", "restart", "stopped", {"reason": "time limit", "time_left": 500}),  # was raised
+        (STARTS, STARTS, "stopped", {"reason": "time limit", "starts": 3}),
         ("restart", "restart", "exception", {}),
-        ("restart", "restart", "hang", {"crashes": 2}),
-        (CRASHES, CRASHES, "hang", {"crashes": 3}),
-        (CRASHES, CRASHES, "hang", {"crashes": 3, "count": 10}),
-        ("MAX_RESTARTS=5 is reached", "MAX_RESTARTS=5 is reached", "disk", {"count": 6}),
+        ("restart", "restart", "hang", {"crashes": 4}),
+        ("requeue", CRASHES, "hang", {"crashes": 5}),
+        ("requeue", CRASHES, "exception", {"failure": {"host": "n2"}, "crashes": 5}),
+        (STARTS, STARTS, "hang", {"crashes": 5, "starts": 3}),
+        (FIVE, FIVE, "disk", {"count": 6}),
         (HELPLESS, HELPLESS, "NaN", {"signals": ["SIGTERM"]}),
         (HELPLESS, HELPLESS, "configuration", {}),
         (HELPLESS, HELPLESS, "in use", {}),
         (ASKED, ASKED, "killed", {"signals": ["SIGINT"]}),
         (ASKED, ASKED, "hang", {"signals": ["SIGTERM", "SIGINT"]}),
         ("requeue", ASKED, "exception", {"signals": ["SIGUSR1"]}),
-        ("requeue", ASKED, "killed", {"killed": True}),  # at the time limit
-        (ASKED, ASKED, "killed", {"killed": True, "crashes": 3}),
-        (STARTS, "stop", "stopped", {"reason": "time limit", "starts": 3}),
+        ("requeue", ASKED, "killed", {"stopping_since": 1}),  # at the time limit
+        # The node n2 is suspect from the second time on.
+        ("restart", "restart", "node lost", {"failure": LOST}),
+        ("requeue", "restart", "node lost", {"failure": LOST, "strikes": ["n2"]}),
+        ("spare", "spare", "node lost", {"failure": LOST, "strikes": ["n2"], **SPARE}),
+        (CRASHES, CRASHES, "node lost", {"crashes": 5, "starts": 3}),
+        ("restart", "restart", "hang", {"failure": HANG}),
+        ("requeue", "restart", "hang", {"failure": HANG, "strikes": ["n2"]}),
+        ("spare", "spare", "hang", {"failure": HANG, "strikes": ["n2"], **SPARE}),
+        ("spare", "spare", "exception", {"failure": {"host": "n2"}, "strikes": ["n2"], **SPARE}),
+        ("restart", "restart", "port", {"failure": {"host": "n2"}, "strikes": ["n2"], **SPARE}),
+        ("restart", "restart", "exception", {"failure": {"host": "n2"}, **SPARE}),
+        ("requeue", "restart", "exception", {"gpu": "n2"}),
+        ("spare", "spare", "configuration", {"gpu": "n2", **SPARE}),
     ],
 )
+@pytest.mark.parametrize("is_refused", [False, True])
 def test_the_decision_after_each_kind_of_end(
-    supervisor, monkeypatch, decision, if_refused, cause, facts
+    supervisor, monkeypatch, is_refused, decision, if_refused, cause, facts
 ):
-    _, us = supervisor
+    """What the table says."""
+    module, us = supervisor
+    facts = {**facts}
     monkeypatch.setenv("MAX_RESTARTS", "5")
-    us.count, us.crashes, us.killed = 1, 1, False
-    starts = facts.pop("starts", 1)
-    us.starts_without_progress = lambda: starts
-    attempt = {"cause": cause, "reason": facts.pop("reason", "")}
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    us.job_nodes = us.nodes = ["n1", "n2"]
+    us.count, us.crashes, us.failure = 1, 1, {}
+    starts, left, gpu = (facts.pop(n, d) for n, d in (("starts", 1), ("time_left", 9), ("gpu", 0)))
+    us.starts_without = lambda kinds: starts
+    us.time_left = lambda: left
+    us.record = lambda attempt: None
+    excluded = []
+    answer = "refused" if is_refused else "requeued"
+    monkeypatch.setattr(module, "requeue", lambda nodes: excluded.extend(nodes) or answer)
+    attempt = {"cause": cause, "reason": facts.pop("reason", ""), "events": []}
+    if gpu:
+        attempt["events"] = [{"event": "gpu_failed", "host": gpu}]
     vars(us).update(facts)
-    assert us.decide(attempt) == decision
-    assert us.decide(attempt, can_requeue=False) == if_refused
+    assert us.decide(attempt) == (if_refused if is_refused else decision)
+    is_suspect = gpu or "strikes" in facts
+    assert excluded == (["n2"] if is_suspect and decision == "requeue" else [])
+    assert us.refused == (is_refused and decision == "requeue")
+
+
+def test_the_documentation_has_the_same_table():
+    page = (REPO / "docs/RELIABILITY.md").read_text()
+    for name, row in load(SUPERVISE).TABLE.items():
+        cells = (name, row.evidence, row.first, ", ".join(row.then), row.gives_up)
+        assert f"| {' | '.join(cells)} |".replace("|  ", "| ") in page, name
 
 
 SCONTROL = """case "$*" in
@@ -589,18 +684,103 @@ def test_the_command_that_resumes_does_not_stop_at_the_same_step_again(monkeypat
         assert module.how_to_resume() == "supervise.py 'my train' --lr=1"
 
 
+def test_restarts_without_progress_are_further_and_further_apart(supervisor, monkeypatch):
+    _, us = supervisor
+    monkeypatch.delenv("RESTART_PAUSE")
+    pauses = []
+    for us.crashes in range(6):  # 0: it has made progress
+        pauses.append(us.pause())
+    assert pauses == [10, 10, 30, 90, 300, 300]
+
+
+def test_a_stop_request_ends_the_pause(tmp_path, start):
+    process = start(*CRASH, RESTART_PAUSE="1000")
+    assert "Restart 1 of 10 in 1000 s" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "a stop was requested" in text
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_done", "exit_code"),
+    [
+        (["no answer", "no answer", "requeued"], True, 0),
+        (["no answer", "refused"], False, 1),
+        (["failed"] * 30, False, 1),
+        (["ended"], False, 0),  # scancel
+    ],
+)
+def test_a_requeue_is_tried_until_slurm_answers(
+    supervisor, monkeypatch, answers, is_done, exit_code
+):
+    module, us = supervisor
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(module, "REQUEUE_SECONDS", 0)
+    monkeypatch.setattr(module, "requeue", lambda _: answers.pop(0))
+    assert (us.obstacle_to_requeue({"cause": "stopped"}, []) is None) == is_done and not answers
+    assert us.exit_code("requeue" if is_done else "stop", "stopped") == exit_code
+
+
+def test_a_file_shows_the_progress_of_a_script_without_a_status(supervisor, monkeypatch, tmp_path):
+    module, _ = supervisor
+    attempt = {"world_size": None, "start": 0, "end": 1000}
+    assert module.progress(attempt, 0) == "time"
+    monkeypatch.setenv("PROGRESS_FILE", f"{tmp_path}/**/*.pt")
+    before = module.last_change()
+    assert module.progress(attempt, before) == ""
+    (tmp_path / "epoch 1").mkdir()
+    (tmp_path / "epoch 1/model.pt").touch()
+    assert module.progress(attempt, before) == "file"
+
+
+def test_starts_that_show_no_progress_end(supervisor):
+    _, us = supervisor
+    records = [{"attempt": f"{us.job}.{n}001", "end": 1, "progress": "time"} for n in range(12)]
+    us.log_records = lambda: records
+    assert us.starts_without(("step", "file", "time")) == 0
+    assert us.starts_without(("step", "file")) == 12
+    records[5]["progress"] = "file"
+    assert us.starts_without(("step", "file")) == 6
+
+
+def test_the_end_of_the_job_is_asked_again_and_kept_if_slurm_does_not_answer(
+    supervisor, monkeypatch
+):
+    module, us = supervisor
+    now = time.time()
+    for answer, left, reserve in (
+        (now + 10_000, 9_880, ""),
+        (now + 5_000, 4_880, ""),  # scontrol update TimeLimit
+        (None, 4_880, ""),
+        (None, 4_000, "1000"),
+    ):
+        monkeypatch.setattr(module, "end_of_job", lambda answer=answer: answer)
+        monkeypatch.setenv("RESERVE_SECONDS", reserve)
+        us.asked_at = 0
+        assert us.time_left() == pytest.approx(left, abs=10)
+
+
 # ----------------------------------------------------------------------- the state of Slurm, PBS
 
 
-@pytest.mark.parametrize("program", ["", "exit 1"], ids=["missing", "refused"])
-def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tmp_path, program):
-    module = load(SUPERVISE)
+@pytest.mark.parametrize(
+    ("program", "answer"),
+    [
+        ("", "refused"),
+        ("exit 1", "no answer"),
+        ("[ $1 = show ] && echo JobState=RUNNING && exit; exit 1", "failed"),
+        ("echo operation is presently disabled >&2; exit 1", "refused"),
+    ],
+)
+def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(
+    monkeypatch, tmp_path, program, answer
+):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", str(tmp_path))
     if program:
         (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{program}\n")
         (tmp_path / "scontrol").chmod(0o755)
-    assert not module.requeue()
+    assert scheduler.requeue() == answer
 
 
 @pytest.mark.parametrize(
@@ -613,12 +793,12 @@ def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(monkeypatch, tm
     ],
 )
 def test_the_deadline_comes_from_qstat(monkeypatch, facts, minutes):
-    module, start = load(SUPERVISE), int(time.time())
+    start = int(time.time())
     text = f"Job Id: 7.server\n{facts.format(time.ctime(start))}\n\n" if facts else None
-    monkeypatch.setattr(module, "output_of", lambda *words: text)
+    monkeypatch.setattr(scheduler, "output_of", lambda *words: text)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("PBS_JOBID", "7.server")
-    assert module.end_of_job() == (start + 60 * minutes if minutes else float("inf"))
+    assert scheduler.end_of_job() == (start + 60 * minutes if minutes else None)
 
 
 # ------------------------------------------------------------------------ nodes that are left out
@@ -682,18 +862,20 @@ def supervisor(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("LOG_DIR", str(tmp_path))
     us = module.Supervisor(["true"])
-    us.files = tmp_path
+    us.files, us.failure = tmp_path, {}
     return module, us
 
 
 def left_out_after(us, *failures, nnodes: int = 1) -> list[str]:
     """The hosts left out after attempts of a launcher with three hosts that failed like this."""
     us.wanted, us.launcher_hosts = nnodes, ["n1.site", "n2.site", "n3.site"]
+    us.record = lambda attempt: None
     for failure in failures:
         us.failure = failure
         events = [{"event": "gpu_failed", "host": failure["gpu"]}] if "gpu" in failure else []
         attempt = {"cause": failure.get("cause", "hang"), "events": events, "world_size": 4}
-        us.leave_out_bad_nodes({**attempt, "saved_step": 0, "start_step": 0})
+        us.crashes = us.count = 1
+        us.decide({**attempt, "reason": "", "saved_step": 0, "start_step": 0})
     return us.left_out
 
 
@@ -717,32 +899,51 @@ def test_a_node_is_left_out_only_for_certain_evidence_and_if_there_is_a_spare(
     assert left_out_after(us, *failures, nnodes=nnodes) == expected
 
 
-def test_no_node_is_left_out_for_errors_of_the_script(supervisor):
+def test_no_node_is_left_out_for_errors_without_evidence(supervisor):
     _, us = supervisor
     failures = [
-        {"cause": "exception", "reason": "ValueError: no", "host": "n2", "rank": 3},
-        {"cause": "out of memory", "reason": "CUDA out of memory", "host": "n2", "rank": 3},
+        {"cause": "port", "reason": "cannot reach", "host": "n2", "rank": 3},
         {"cause": "configuration", "reason": "no such file", "host": "n2"},
         {"cause": "hang", "reason": "rank 3 is at", "host": "n1", "silent_hosts": []},
         {},  # killed
     ]
-    assert left_out_after(us, *failures * 4) == [] and us.bad_node == ""
+    assert left_out_after(us, *failures * 4) == []
 
 
-def test_a_job_without_a_spare_is_requeued_without_the_node(supervisor):
+@pytest.mark.parametrize(
+    ("reporting", "expected"),
+    [(["n1"], "configuration"), (["n2"], "node lost"), (["n1", "n2"], "configuration")],
+)
+def test_a_user_error_of_one_other_node_alone_is_that_nodes(supervisor, reporting, expected):
+    """A mount, Python or a package is missing there."""
     _, us = supervisor
-    us.job_nodes = us.nodes = ["n1", "n2"]
-    attempt = {"cause": "hang", "events": [], "world_size": None, "start": 0, "end": 1}
-    us.failure = SILENT
-    us.leave_out_bad_nodes(attempt)
-    assert us.bad_node == ""
-    us.leave_out_bad_nodes(attempt)
-    assert us.bad_node == "no spare" and us.left_out == ["n2"] and us.nodes == ["n1", "n2"]
-    assert us.decide(attempt) == "requeue"
-    us.count = 2
-    assert us.decide(attempt, can_requeue=False) == "restart"
-    us.signals = ["SIGINT"]
-    assert us.decide(attempt) == "a stop was requested"
+    us.job_nodes = ["n1", "n2", "n3"]
+    for host in reporting:
+        failure = {"cause": "configuration", "reason": "no torch", "host": host}
+        (us.files / f"FAILURE_FILE.{host}").write_text(json.dumps(failure))
+    us.failure = failure
+    assert us.cause(2, {})[0] == expected
+    assert sorted(us.evidence("node lost")) == reporting
+
+
+def test_the_node_whose_ranks_never_came_is_found(supervisor):
+    _, us = supervisor
+    us.job_nodes = ["n1", "n2", "n3"]
+    us.failure = {"cause": "node lost", "reason": "ranks 2-3", "host": "n1", "rank": 0}
+    us.failure["started_hosts"] = ["n1.site", "n3.site"]
+    assert us.cause(2, {})[0] == "node lost" and us.evidence("node lost") == ["n2"]
+
+
+def test_the_node_that_does_not_start_the_program_is_found(supervisor, monkeypatch, tmp_path):
+    """A stand-in for srun, which exits with 2 if a node cannot execute the program."""
+    _, us = supervisor
+    write_program(tmp_path / "bin/srun", 'case "$*" in *=n2*) exit 2;; esac')
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    us.job_nodes = us.nodes = ["n1", "n2", "n3"]
+    us.command = ["srun", "--export=ALL", "scripts/cluster_train.sh"]
+    assert us.cause(2, {})[0] == "node lost" and us.evidence("node lost") == ["n2"]
+    us.nodes = ["n1", "n3"]
+    assert us.lost_nodes() == []
 
 
 @pytest.mark.parametrize(("name", "is_reached"), [("srun", False), ("python", True)])

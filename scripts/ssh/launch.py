@@ -329,7 +329,8 @@ def record_signals():
     def on_signal(number, _frame):
         signals.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, on_signal)
     signal.signal(signal.SIGQUIT, on_signal)
