@@ -1188,7 +1188,9 @@ def setup_distributed(cfg) -> World:
                 "the ranks with torchrun or scripts/guard.py, or unset WORLD_SIZE for one process"
             )
         bound_device = None if backend == "gloo" else device
-        # HangTimer ends a rank that waits. This limit would also count time while suspended.
+        # HangTimer ends a rank that waits, and scripts/guard.py before it. PyTorch's own timeout
+        # would also count the time in which a job is suspended.
+        os.environ.setdefault("HANG_TIMEOUT", str(0.9 * cfg.hang_timeout))
         dist.init_process_group(backend, timeout=timedelta(days=1), device_id=bound_device)
     return World(launch_variable("RANK", 0), world_size, device)
 

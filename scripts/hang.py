@@ -117,8 +117,9 @@ class HangWatch:
 
     def timeout(self) -> float:
         """Seconds without progress that are a hang: earlier than PyTorch's own limit."""
-        if self.fixed_timeout:
-            return self.fixed_timeout
+        fixed = self.fixed_timeout or seconds("HANG_TIMEOUT", None)  # the script may set it
+        if fixed:
+            return fixed
         usual = timeout_of_process_group()
         if self.quiet < min(QUIET_SECONDS, 0.9 * usual):  # to read the recorder takes time
             return 0.9 * usual

@@ -330,7 +330,7 @@ def refusal_of(train_set, test_set) -> str:
 def test_a_data_set_without_an_index_or_without_samples_is_refused():
     one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
     refusal = "Stream has no index: use a data set with __getitem__()"
-    assert refusal_of(Stream(), one) == refusal
+    assert refusal_of(Stream(), one).startswith(refusal)
     for sets in ((none, one), (one, none)):
         assert "no samples" in refusal_of(*sets)
 

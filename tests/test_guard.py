@@ -1089,7 +1089,9 @@ def test_the_limit_is_that_of_the_group_in_which_the_rank_waits(monkeypatch):
     watch.quiet = 60.0
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Pending(7_200_000))
     assert watch.timeout() == 6480
-    watch.fixed_timeout = 30.0  # HANG_TIMEOUT
+    monkeypatch.setenv("HANG_TIMEOUT", "50")  # by the script, as the trainer does
+    assert watch.timeout() == 50
+    watch.fixed_timeout = 30.0  # that of the launch
     assert watch.timeout() == 30
 
 
