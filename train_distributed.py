@@ -1944,9 +1944,12 @@ class Saver:
             "world_size": launch_variable("WORLD_SIZE", 1),
         }
         text = json.dumps(status).encode()
-        for path in [self.directory / "status.json", os.environ.get("STATUS_FILE")]:
-            if path:
-                write_file(Path(path), lambda file: file.write(text))
+        write_file(self.directory / "status.json", lambda file: file.write(text))
+        if "STATUS_FILE" in os.environ:
+            try:
+                write_file(Path(os.environ["STATUS_FILE"]), lambda file: file.write(text))
+            except UserError as error:
+                warn_once(f"{error}: does this host see LOG_DIR of scripts/supervise.py?")
 
 
 def write_checkpoint(content, file):

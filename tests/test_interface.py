@@ -652,6 +652,11 @@ def test_variables_that_are_no_numbers_are_named(tmp_path, env, expected):
     assert expected in refuse(tmp_path / "run", *EPOCHS, env=env, **small())
 
 
+def test_a_status_file_of_another_host_is_one_warning(tmp_path):
+    run = train(tmp_path / "run", 2, *EPOCHS, env={"STATUS_FILE": f"{tmp_path}/no/file"}, **small())
+    assert run.err[0].count("WARNING: cannot write") == 1 and "LOG_DIR" in run.err[0]
+
+
 def test_a_missing_package_is_named_before_the_start(tmp_path):
     before = "import sys\nsys.modules['tensorboard'] = sys.modules['wandb'] = None\n"
     for option in ("--tensorboard", "--wandb"):
