@@ -2060,7 +2060,7 @@ def load_initial_weights(cfg, model):
     """--init: the weights of a checkpoint, or a state dict of others; says which do not fit."""
     try:
         weights = torch.load(cfg.init, map_location="cpu", weights_only=True)
-        if "digests" in weights:
+        if isinstance(weights.get("digests"), list):
             verify(weights)
     except Exception as error:
         text = f"cannot read --init {cfg.init}, a file of torch.save()"

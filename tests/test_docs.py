@@ -202,20 +202,6 @@ def test_a_run_is_replayed_as_the_guide_says(clone):
     assert "Equal: 2 records, up to the train record of step 20" in printed[-1]
 
 
-@pytest.mark.long
-def test_the_weights_of_an_older_version_begin_a_run_as_the_guide_says(clone):
-    page = blocks((REPO / "docs/RELIABILITY.md").read_text())
-    (code,) = [text for language, text in page if language == "python"]
-    model = train_distributed.SimpleConvNet(channels=1, size=28, classes=10, dropout=0.0)
-    (clone / "runs/old").mkdir(parents=True)
-    torch.save({"model": model.state_dict()}, clone / "runs/old/checkpoint_epoch_5.pt")
-    (clone / "convert.py").write_text(code)
-    run("python convert.py", clone)
-    options = "--init old_weights.pt --checkpoint-dir runs/new --stop-at-step 1"
-    out = run(f"python train_distributed.py {options}", clone)
-    assert "Weights of old_weights.pt: 8 taken; not: none\n" in out
-
-
 def test_a_script_of_your_own_stops_restarts_and_ends_with_the_same_weights(clone, monkeypatch):
     """The command of the guide: undisturbed, and with a stop and a killed rank."""
     found = commands_of((REPO / "docs/MAKE_IT_YOURS.md").read_text())

@@ -463,7 +463,8 @@ task = Wrapped()
 def test_initial_weights_may_be_a_plain_state_dict(tmp_path, prefix):
     weights = {"1.weight": torch.full((2, 64), 0.25), "1.bias": torch.zeros(2)}
     named = {prefix + name: weight for name, weight in weights.items()}
-    torch.save(named if prefix else {"state_dict": named}, tmp_path / "weights.pt")
+    old = {"digests": {}, "model": named}  # a checkpoint of an older version of the trainer
+    torch.save(named if prefix else old, tmp_path / "weights.pt")
     options = [f"--init={tmp_path}/weights.pt", "--batch-size=8", "--lr=0", "--stop-at-step=1"]
     run = train(tmp_path / "run", 1, *options, before=INITIAL)
     assert (run.newest()["model"]["network.1.weight"] == 0.25).all()
