@@ -1565,13 +1565,15 @@ class MetricsWriter:
             values = report(self.task, state.interval_sums)
             self.has_reported = True  # a mistake in it shows after one step
             if not is_complete:
+                log_on_rank_0(f"  step {end}: {describe(values)}")
                 continue
             state.interval_sums = Counter()
             rate = self.cfg.global_batch_size / exchange.seconds_per_step
             epoch = end * self.cfg.global_batch_size / self.stream.samples
             left = timedelta(seconds=round(seconds_left))
             line = f"  step {end}: {describe(values)}, {rate:.0f} samples/s, epoch {epoch:.2f}"
-            log_on_rank_0(f"{line}, {left} left at {time.strftime('%H:%M:%S')}")
+            ends = time.strftime("%H:%M", time.localtime(time.time() + seconds_left))
+            log_on_rank_0(f"{line}, {left} left, ends about {ends}")
             lr, norm = exchange.recorded.pop(end)
             values |= {
                 "lr": lr,
@@ -2132,12 +2134,11 @@ def refuse_changes(cfg, options, checkpoint, identity):
     text = ", ".join(changes.values())
     refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes.keys() - {"code"}
     if refused:
-        fixed = ", ".join(sorted(FIXED_OPTIONS))
-        raise UserError(
-            f"the options of this run have changed ({text}): set another --checkpoint-dir for a "
-            f"new one, or --checkpoint-dir {run_directory(cfg)} to continue it; "
-            f"{fixed} cannot change"
-        )
+        text = f"the options of this run have changed ({text}): set another --checkpoint-dir for a"
+        advice = f", or --checkpoint-dir {run_directory(cfg)} to continue it"
+        if FIXED_OPTIONS & changes.keys():
+            advice = f"; {', '.join(sorted(FIXED_OPTIONS))} cannot change"
+        raise UserError(f"{text} new one{advice}")
     if changes:
         log_on_rank_0(f"Changed since the checkpoint: {text}")
 

@@ -69,7 +69,7 @@ def test_a_record_says_what_people_look_for(tmp_path):
     first = run.records("train")[0]
     assert 0 <= first["data_wait"] <= 1 and first["seconds_left"] > 0 and first["gradient_norm"] > 0
     assert run.records("train")[-1]["seconds_left"] == run.status()["seconds_left"] == 0
-    assert " left at " in run.out[0] and "epoch 1.00, " in run.out[0]
+    assert " left, ends about " in run.out[0] and "epoch 1.00, " in run.out[0]
     clipped = train(tmp_path / "clipped", 2, *options, "--clip-grad-norm=1e-9", **small())
     norm = clipped.records("train")[0]["gradient_norm"]  # before it was clipped
     assert norm > 0.1
