@@ -221,12 +221,13 @@ class Task:
         logits = model(images)
         try:
             loss = F.cross_entropy(logits, labels)
+            correct = (logits.argmax(1) == labels).sum()
         except (IndexError, RuntimeError) as error:  # on a GPU, a wrong number is an assert
             raise UserError(
                 f"labels {labels.dtype} {list(labels.shape)} do not fit logits "
                 f"{list(logits.shape)}: they are int64, from 0 to {logits.shape[1] - 1} ({error})"
             ) from None
-        return loss, {"correct": (logits.argmax(1) == labels).sum()}
+        return loss, {"correct": correct}
 
     def report(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
         """The metrics to print and to record, from the sums over all micro-batches and ranks.
@@ -602,6 +603,7 @@ def exact_gradients(stream, optimizer, scaler, forward, counts):
     totals = {}
     for p in parameters_of(optimizer):
         totals[p] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float64))
+    used = dict.fromkeys(totals, False)
     for micro in stream.micro_batches:
         loss = forward(micro) / stream.micro_batches_per_step
         if len(counts) == 1:  # sums over items are divided by this number before they are rounded
@@ -615,7 +617,14 @@ def exact_gradients(stream, optimizer, scaler, forward, counts):
                 gradient = p.grad.to(total.dtype) / scale
                 total.add_(gradient + ROUNDING - ROUNDING)
                 p.grad = None
+                used[p] = True
+    if dist.is_initialized():
+        flags = torch.tensor([*used.values()], dtype=torch.int32, device=total.device)
+        dist.all_reduce(flags)
+        used = dict(zip(used, flags.tolist()))  # on any rank; waits for the GPU
     for p, total in totals.items():
+        if not used[p]:  # momentum must not move it, either
+            continue
         if dist.is_initialized():
             dist.all_reduce(total)
         total.masked_fill_(total.abs() >= 2.0**13, math.nan)
@@ -623,8 +632,8 @@ def exact_gradients(stream, optimizer, scaler, forward, counts):
 
 
 def parameters_of(optimizer):
-    groups = optimizer.param_groups
-    return [p for group in groups for p in group["params"] if p.requires_grad]
+    """All: a loss may freeze and thaw some of them in turn."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch.no_grad()
@@ -715,7 +724,9 @@ def judge_evaluation(task, cfg, state, sums, metrics, saver):
         if task.best_is_lowest:
             score = -score
         state.evaluations_since_best += 1
-        if score > state.best_score:  # never if it is NaN
+        if math.isnan(score):
+            warn_once(f"{task.best} is NaN, which is never the best")
+        if score > state.best_score:
             state.evaluations_since_best = 0
             try:
                 saver.save_best()
@@ -734,11 +745,12 @@ def judge_evaluation(task, cfg, state, sums, metrics, saver):
 def evaluate_best(task, cfg, world, model, test_set, requests, state, metrics, saver):
     """At the end, evaluate the test set with best.pt. Returns "" or why to stop. Collective."""
     best = saver.directory / "best.pt"
-    if on_rank_0(best.exists):
+    has_best = on_rank_0(best.exists)
+    if has_best:
         load_weights(model, load_checkpoint(best)["model"])
     sums, reason = evaluate(task, cfg, world, model, test_set, requests)
     if not reason:
-        on_rank_0(metrics.record_test, state.step, sums)
+        on_rank_0(metrics.record_test, state.step, sums, "best.pt" if has_best else "the last step")
     return reason
 
 
@@ -805,6 +817,12 @@ def build_optimizer(task, cfg, model):
             "train_minimal.py, and change its loop"
         )
     check_arguments(task.lr_factor, "cfg", "step", "total_steps")
+    known = set(parameters_of(optimizer))
+    others = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
+    if others:
+        warn_once(
+            f"not in the optimizer, and not frozen: {len(others)} parameters ({others[0]} ...)"
+        )
     for group in optimizer.param_groups:
         group["lr"] = float(group["lr"])  # a number of NumPy could not be loaded
         group["initial_lr"] = group["lr"]
@@ -906,22 +924,30 @@ class SeededDataset(Subset):
     """Seeds torch, numpy and random for each micro-batch, so that its augmentation does not depend
     on the loader worker that reads it, nor on what it has read before.
 
-    A data set with a generator or a curriculum of its own has a method seed_sample(seed, epoch).
+    A data set with a generator or a curriculum of its own has a method seed_sample(seed, epoch),
+    also inside of a Subset or a ConcatDataset.
     """
 
     def __init__(self, dataset, seed):
         super().__init__(dataset, range(len(dataset)))
         self.seed = seed
-        if hasattr(dataset, "seed_sample"):
-            check_arguments(dataset.seed_sample, "seed", "epoch")
+        self.seeded = []
+        parts = [dataset]
+        for part in parts:  # which grows
+            parts += getattr(part, "datasets", [])
+            if hasattr(part, "dataset"):
+                parts.append(part.dataset)
+            if hasattr(part, "seed_sample"):
+                check_arguments(part.seed_sample, "seed", "epoch")
+                self.seeded.append(part)
 
     def __getitems__(self, keys):
         """The samples of a micro-batch, for keys of SampleStream; the DataLoader calls it."""
         epoch = keys[0] // len(self.dataset)
         seed = derive_seed(self.seed, "augmentation", keys[0])
         seed_generators(seed)
-        if hasattr(self.dataset, "seed_sample"):
-            self.dataset.seed_sample(seed, epoch)
+        for part in self.seeded:
+            part.seed_sample(seed, epoch)
         return super().__getitems__([key % len(self.dataset) for key in keys])
 
 
@@ -1004,7 +1030,9 @@ class SampleStream:
 
     def order(self, epoch):
         """The keys of this epoch's samples in their order; a key is epoch * samples + index."""
-        generator = torch.Generator().manual_seed(derive_seed(self.cfg.seed, "order", epoch))
+        seed = derive_seed(self.cfg.seed, "order", epoch)
+        generator = torch.Generator().manual_seed(seed)
+        seed_generators(seed)  # for an order that does not use the generator
         order = self.task.order(self.cfg, self.train_set, epoch, generator)
         if not isinstance(order, torch.Tensor):
             order = torch.tensor(list(order))
@@ -1607,10 +1635,10 @@ class MetricsWriter:
             self.record("evaluation", state.step, values)
         return results
 
-    def record_test(self, step, sums):
+    def record_test(self, step, sums, weights):
         """The test set, at the end of a run with a validation set. For rank 0."""
         values = {f"test_{name}": value for name, value in report(self.task, sums).items()}
-        log(f"Test set, with the best checkpoint: {describe(values)}")
+        log(f"Test set, with the weights of {weights}: {describe(values)}")
         self.record("test", step, values)
 
     def record(self, kind, step, values):
@@ -2070,15 +2098,18 @@ def load_initial_weights(cfg, model):
     for key in ("model", "state_dict"):
         weights = weights.get(key, weights)
     own = model.state_dict()
-    fitting = {}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    candidates = []
     # Others may have saved the network inside of ours, or ours inside of a wrapper.
-    for prefix in {"", *[name.partition(".")[0] + "." for name in own]}:
+    for prefix in ["", *[name.partition(".")[0] + "." for name in own]]:
         found = {}
         for name, weight in weights.items():
             name = prefix + name.removeprefix("module.")
             if torch.is_tensor(weight) and name in own and weight.shape == own[name].shape:
                 found[name] = weight
-        fitting = max(fitting, found, key=len)
+        candidates.append(found)
+    # Of two places that fit, such as a network and its average, the one that is trained.
+    fitting = max(candidates, key=lambda found: (len(found), len(trained & found.keys())))
     if not fitting:
         names = f"{', '.join(list(weights)[:3])} ..., not {', '.join(list(own)[:3])} ..."
         raise UserError(f"--init {cfg.init}: no weight fits the model; it has {names}")

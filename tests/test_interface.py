@@ -446,6 +446,81 @@ def test_best_is_a_copy_where_there_are_no_hard_links(tmp_path):
     assert run.checkpoint("best")["state"]["step"] == 6 and run.err == [""]
 
 
+IN_TURN = """
+def model(self, cfg):
+    return torch.nn.ModuleList([torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)])
+
+def optimizer(self, cfg, model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+def loss(self, model, batch):
+    x, y = batch
+    head = model[self.step % 2]
+    model[1 - self.step % 2].requires_grad_(FREEZES == 0)
+    head.requires_grad_(True)
+    return (head(x) - y).square().mean(), {}
+
+def wrap(self, loss):
+    return torch.nn.parallel.DistributedDataParallel(loss, find_unused_parameters=True)
+"""
+
+
+@pytest.mark.parametrize("freezes", [0, 1])
+def test_reproducible_leaves_parameters_without_a_gradient_alone(tmp_path, freezes):
+    code = small(IN_TURN.replace("FREEZES", str(freezes)))
+    plain = train(tmp_path / "plain", 1, *EPOCHS, **code).newest()
+    one, two = (train(tmp_path / str(n), n, *EPOCHS, "--reproducible", **code) for n in (1, 2))
+    assert_same_state(one.newest(), two.newest())
+    for name, weight in plain["model"].items():
+        torch.testing.assert_close(one.newest()["model"][name], weight, atol=2e-6, rtol=0, msg=name)
+
+
+OWN_ORDER = method("order", "cfg, train_set, epoch, generator", "return np.random.permutation(48)")
+
+
+def test_an_order_that_ignores_the_generator_is_the_same_on_all_ranks_and_after_a_resume(tmp_path):
+    options = [*EPOCHS, "--batch-size=5", "--global-batch-size=10"]  # steps in two epochs
+    whole = train(tmp_path / "whole", 1, *options, record=True, **small(OWN_ORDER))
+    train(tmp_path / "run", 2, *options, "--stop-at-step=5", record=True, **small(OWN_ORDER))
+    run = train(tmp_path / "run", 2, *options, record=True, **small(OWN_ORDER))
+    assert run.samples() == whole.samples()
+    used = [
+        i
+        for _, step in sorted(whole.samples().items())
+        for micro in sorted(step)
+        for i in step[micro]
+    ]
+    assert sorted(used[:48]) == list(range(48))
+
+
+def test_a_set_inside_of_another_one_gets_its_seeds():
+    class Inner:
+        calls = []
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return index
+
+        def seed_sample(self, seed, epoch):
+            self.calls.append(epoch)
+
+    subset = torch.utils.data.Subset(Inner(), [0, 1])
+    both = torch.utils.data.ConcatDataset([subset, torch.utils.data.Subset(Inner(), [3])])
+    seeded = trainer.SeededDataset(both, 1)
+    assert seeded.__getitems__([2, 4]) == [3, 1] and Inner.calls == [0, 0]
+    seeded.__getitems__([5])
+    assert Inner.calls == [0, 0, 1, 1]
+
+
+def test_trained_parameters_that_the_optimizer_does_not_have_are_named_once(tmp_path):
+    code = "def optimizer(self, cfg, model): return torch.optim.SGD([model.bias], lr=0.1)"
+    run = train(tmp_path / "run", 2, *EPOCHS, **small(code))
+    text = "WARNING: not in the optimizer, and not frozen: 1 parameters (weight ...)"
+    assert run.err == [f"{text}\n", ""]
+
+
 INITIAL = """
 import torch, train_distributed as trainer
 class Wrapped(trainer.Task):
@@ -471,6 +546,18 @@ def test_initial_weights_may_be_a_plain_state_dict(tmp_path, prefix):
     torch.save({"other.weight": weights["1.weight"]}, tmp_path / "weights.pt")
     message = refuse(tmp_path / "refused", *options, before=INITIAL)
     assert "no weight fits" in message and "other.weight" in message
+
+
+def test_of_two_places_that_fit_initial_weights_take_the_one_that_is_trained(tmp_path):
+    model = "def model(self, cfg):\n"
+    model += "  parts = {'average': torch.nn.Linear(4, 1).requires_grad_(False)}\n"
+    model += "  return torch.nn.ModuleDict({**parts, 'net': torch.nn.Linear(4, 1)})\n\n"
+    model += "def loss(self, model, batch): return super().loss(model['net'], batch)"
+    torch.save({"weight": torch.full((1, 4), 0.25), "bias": torch.zeros(1)}, tmp_path / "w.pt")
+    options = [*EPOCHS, f"--init={tmp_path}/w.pt", "--stop-at-step=1", "--lr=0"]
+    run = train(tmp_path / "run", 1, *options, **small(model))
+    assert (run.newest()["model"]["net.weight"] == 0.25).all()
+    assert "new in the model: average.bias, average.weight" in run.out[0]
 
 
 OPTIONS = """
