@@ -18,8 +18,8 @@ same ones.
 To save and stop: Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in
 --checkpoint-dir, or the file $STOP_FILE; shortly before the time $DEADLINE (seconds since 1970). A
 file SAVE in --checkpoint-dir saves and continues, a file PROFILE records five steps. To resume, run
-the same command. To use the trained model, see load_model(). Exit code: 0 finished or saved; 2 user
-error; 130 second Ctrl-C.
+the same command. To use the trained model, see load_model(). Exit code: 0 finished or saved; 1
+error or hang; 2 user error; 130 second Ctrl-C.
 
 Sections:
     TASK, OPTIONS     edit: model, data, loss, metrics, schedule; options and their defaults
@@ -75,6 +75,7 @@ try:
     from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
     from torch.utils.checkpoint import checkpoint as recompute_in_backward
     from torch.utils.data import (
+        ConcatDataset,
         DataLoader,
         Dataset,
         IterableDataset,
@@ -143,7 +144,7 @@ class Task:
     best = "accuracy"
     best_is_lowest = False
 
-    # Set by the trainer on every rank, before each call of a method:
+    # Set by the trainer on every rank, before each step and evaluation, and by load_model():
     cfg: argparse.Namespace  # the options
     step = 0  # optimizer steps that are done
     total_steps = 0  # of the run
@@ -172,8 +173,8 @@ class Task:
     def order(self, cfg, train_set: Dataset, epoch: int, generator: torch.Generator):
         """The indices of an epoch's samples in their order: as many as there are samples.
 
-        Some may be missing, and others repeated. Must be the same on all ranks. For example, to
-        draw rare classes as often as others:
+        Some may be missing, and others repeated. Must depend on the arguments alone; it is called
+        one epoch ahead. For example, to draw rare classes as often as others:
         list(WeightedRandomSampler(weights, len(train_set), generator=generator))
         """
         return torch.randperm(len(train_set), generator=generator)
@@ -401,6 +402,7 @@ class State:
     """Where a run is, and what it has counted. Part of each checkpoint."""
 
     step: int = 0  # optimizer steps since the start of the run
+    is_due: bool = False  # whether it is to be evaluated after this step
     best_score: float = -math.inf  # what Task.best was at its best; negative if lowest is best
     evaluations_since_best: int = 0
     epoch_sums: Counter = field(default_factory=Counter)  # of this epoch, on rank 0
@@ -411,6 +413,7 @@ def train(task, cfg, world):
     """One run, from its start or its newest checkpoint to its last step. Collective."""
     path = on_rank_0(find_checkpoint, cfg)
     checkpoint = None
+    task.step = 0
     if path:
         checkpoint = load_checkpoint(path, is_verified=False)  # rank 0 has verified it
         task.step = checkpoint["state"]["step"]
@@ -467,13 +470,15 @@ def train(task, cfg, world):
         while True:
             task.step = state.step
             # After the save, so that a run that is stopped during an evaluation repeats it later.
-            if stream.is_evaluated(state.step) and not reason:
+            if state.is_due and not reason:
                 set_train_or_eval("eval")
                 results, reason = evaluate(task, cfg, world, model, held_out, requests)
                 if not reason:
                     reason = on_rank_0(judge_evaluation, task, cfg, state, results, metrics, saver)
                 set_train_or_eval("train")
                 exchange.restart(state.step)
+            elif stream.ends_epoch(state.step) and not reason:
+                on_rank_0(metrics.record_evaluation, state, {})
             if reason or state.step >= last_step:
                 break
             factor = task.lr_factor(cfg, state.step, total_steps)
@@ -484,22 +489,19 @@ def train(task, cfg, world):
             arguments = (loss_of, optimizer, scaler, batches, sums, state.step, exchange)
             train_step(cfg, world, stream, *arguments)
             state.step += 1
-            evaluates = stream.is_evaluated(state.step)
-            ends_epoch = stream.ends_epoch(state.step)
+            state.is_due = stream.is_evaluated(state.step)
             every = cfg.checkpoint_every_steps
-            ends = state.step == last_step or evaluates or (every and state.step % every == 0)
-            if ends or ends_epoch or exchange.is_due(state.step):
+            saves = state.is_due or state.step == last_step or (every and state.step % every == 0)
+            if saves or stream.ends_epoch(state.step) or exchange.is_due(state.step):
                 asked = requests.poll() + saver.poll()
                 totals, reason, agreed = exchange.all_reduce(state.step, sums, asked)
                 seconds_left = (last_step - state.step) * exchange.seconds_per_step
                 metrics.record_intervals(state, totals, exchange, seconds_left)
-                if ends or reason or "SAVE" in agreed:
+                if saves or reason or "SAVE" in agreed:
                     check_replicas(model)
                     set_train_or_eval("eval")
                     saver.save(state, model, optimizer, scaler, seconds_left)
                     set_train_or_eval("train")
-                if ends_epoch and not evaluates:
-                    on_rank_0(metrics.record_evaluation, state, {})
                 if "PROFILE" in agreed and state.step >= profiled:
                     profiled = start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
@@ -516,8 +518,7 @@ def train(task, cfg, world):
             saver.write_status(state.step, "failed", str(error))
         raise
     ending = "finished"
-    if reason in STOP_REASONS:
-        StopRequests.signal = reason  # what launchers send after a STOP file must not end this
+    StopRequests.has_stopped = reason in STOP_REASONS
     if reason in STOP_REASONS or (not reason and state.step < total_steps):  # --stop-at-step
         ending = "stopped"
     why = f" ({reason})" if reason else ""
@@ -544,7 +545,7 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, sums, st
         sums.add(step // cfg.log_every_steps, loss, values, batch, cfg.batch_size)
         if "count" not in values:
             return loss
-        counts.append(values["count"])
+        counts.append(values["count"].to(loss.device))
         return loss * counts[-1]
 
     if cfg.reproducible:
@@ -636,6 +637,60 @@ def parameters_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+class LossOf(nn.Module):
+    """Task.loss() as a module for DDP: loss() gets the plain model on any number of ranks.
+
+    If DDP wrapped the model, model.encoder(x) in loss() would work on one rank only. Returns the
+    loss, the sums and the rows of Task.loss(); only the loss has a graph.
+    """
+
+    def __init__(self, task, cfg, world, model):
+        super().__init__()
+        self.task = task
+        self.model = model
+        dtype = torch.float16 if cfg.amp == "fp16" else torch.bfloat16
+        enabled = cfg.amp != "off"
+        self.autocast = functools.partial(torch.autocast, world.device.type, dtype, enabled)
+
+    def forward(self, batch):
+        if batch is None:  # of settle_buckets()
+            return sum(p.sum().abs() * 0 for p in self.parameters() if p.requires_grad)
+        with self.autocast():
+            result = self.task.loss(self.model, batch)
+        parts = result if isinstance(result, tuple) else (result,)
+        is_pair = len(parts) in (2, 3) and isinstance(parts[1], dict)
+        if not is_pair or not isinstance(parts[0], torch.Tensor) or parts[0].dim():
+            raise UserError(
+                "Task.loss() must return the mean loss, a tensor without dimensions, and a dict of "
+                f"sums, which may be empty, not ({', '.join(map(name_of, parts))})"
+            )
+        loss, sums, *more = parts
+        rows = more[0] if more and more[0] is not None else {}
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise UserError("Task.loss(): the loss has no gradient, as after detach() or no_grad()")
+        try:
+            sums = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
+            rows = {name: row.detach() for name, row in rows.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            text = "sums must be numbers or tensors, and rows a dict of tensors"
+            raise UserError(f"Task.loss(): {text} ({error})") from None
+        twice = sums.keys() & {"loss", *rows} or rows.keys() & {"loss", "count"}
+        if twice or sums.get("count", loss).dim():
+            text = (
+                '"loss", "count", sums and rows need names of their own, and "count" is one number'
+            )
+            raise UserError(f"Task.loss(): {text}; sums: {', '.join(map(str, sums))}")
+        return loss, sums, rows
+
+
+def name_of(value):
+    """Its type, and the shape of a tensor, for messages."""
+    name = type(value).__name__
+    if isinstance(value, (tuple, list)):
+        name += f" of {len(value)}"
+    return f"{name} {list(value.shape)}" if isinstance(value, torch.Tensor) else name
+
+
 @torch.no_grad()
 def evaluate(task, cfg, world, model, data_set, requests=None):
     """(sums of Task.loss() over the data set, each sample once; "" or why to stop). Collective.
@@ -663,7 +718,10 @@ def evaluate(task, cfg, world, model, data_set, requests=None):
     batches = batches_of(task, cfg, world, data_set, keys, len(mine))
     for done, (number, indices, batch) in enumerate(zip(numbers, mine, batches), 1):
         seed_generators(derive_seed(cfg.seed, "test", number), world.device)
-        loss, values, rows_of_batch = loss_of(batch)
+        # A short micro-batch would make the compiler give up the fixed size of the others.
+        stance = "default" if len(indices) == cfg.batch_size else "force_eager"
+        with torch.compiler.set_stance(stance):
+            loss, values, rows_of_batch = loss_of(batch)
         if number < len(micro_batches):
             sums.add(0, loss, values, batch, len(indices))
             rows[number] = {name: row.cpu() for name, row in rows_of_batch.items()}
@@ -688,11 +746,12 @@ def share_buffers(model):
 
     Not those that have grown to another size on some rank. Collective.
     """
+    if not dist.is_initialized():
+        return
     own = {(name, tuple(buffer.shape)): buffer for name, buffer in model.named_buffers()}
     for key in sorted(set(own).intersection(*gather(list(own)))):
         values = own[key].contiguous()  # gloo would send the memory of a view as it lies
-        if dist.is_initialized():
-            dist.broadcast(values, 0)
+        dist.broadcast(values, 0)
         own[key].copy_(values)
 
 
@@ -760,7 +819,7 @@ def evaluate_checkpoint(task, cfg, world):
     spec = task.spec
     model = load_model(cfg.evaluate, task, str(world.device))
     task.cfg = cfg
-    if held_out is None or as_text(task.spec) != as_text(spec):
+    if held_out is None or not is_same(task.spec, spec):
         raise UserError(f"--evaluate {cfg.evaluate}: no test set, or not with {task.spec}")
     sums, _ = evaluate(task, cfg, world, model, test_set or held_out)
     if is_rank_0():
@@ -934,8 +993,9 @@ class SeededDataset(Subset):
         self.seeded = []
         parts = [dataset]
         for part in parts:  # which grows
-            parts += getattr(part, "datasets", [])
-            if hasattr(part, "dataset"):
+            if isinstance(part, ConcatDataset):
+                parts += part.datasets
+            if isinstance(part, Subset):
                 parts.append(part.dataset)
             if hasattr(part, "seed_sample"):
                 check_arguments(part.seed_sample, "seed", "epoch")
@@ -1041,7 +1101,7 @@ class SampleStream:
             raise UserError(
                 f"Task.order() must return {self.samples} indices from 0 to {self.samples - 1}"
             )
-        return order + epoch * self.samples
+        return order.long() + epoch * self.samples
 
     def keys(self, step, device):
         """The keys int64 [b] of this rank's micro-batches, from this step on, without an end."""
@@ -1102,17 +1162,20 @@ def move(batch, device, current=None):
             if current:
                 copied.record_stream(current)  # until the step is done, the memory is not reused
             return copied
-        if hasattr(part, "to"):
-            with torch.cuda.stream(current):  # nobody could record its tensors
-                return part.to(device)
         if isinstance(part, Mapping):
             moved = copy.copy(part)
             for name, value in part.items():
                 moved[name] = move(value, device, current)
             return moved
+        if hasattr(part, "to"):
+            with torch.cuda.stream(current):  # nobody could record its tensors
+                return part.to(device)
         return part
 
-    return tree_map(move_part, batch, is_leaf=lambda part: hasattr(part, "to"))
+    def is_leaf(part):
+        return isinstance(part, Mapping) or hasattr(part, "to")
+
+    return tree_map(move_part, batch, is_leaf=is_leaf)
 
 
 def get_dataloader(task, cfg, world, dataset, batch_sampler, count=math.inf) -> DataLoader:
@@ -1265,58 +1328,6 @@ def configure_torch(cfg):
         torch.set_num_threads(1)  # on a CPU: with more, some kernels sum in another order
 
 
-class LossOf(nn.Module):
-    """Task.loss() as a module for DDP: loss() gets the plain model on any number of ranks.
-
-    If DDP wrapped the model, model.encoder(x) in loss() would work on one rank only. Returns the
-    loss, the sums and the rows of Task.loss(); only the loss has a graph.
-    """
-
-    def __init__(self, task, cfg, world, model):
-        super().__init__()
-        self.task = task
-        self.model = model
-        dtype = torch.float16 if cfg.amp == "fp16" else torch.bfloat16
-        enabled = cfg.amp != "off"
-        self.autocast = functools.partial(torch.autocast, world.device.type, dtype, enabled)
-
-    def forward(self, batch):
-        if batch is None:  # of settle_buckets()
-            return sum(p.sum().abs() * 0 for p in self.parameters() if p.requires_grad)
-        with self.autocast():
-            result = self.task.loss(self.model, batch)
-        parts = result if isinstance(result, tuple) else (result,)
-        is_pair = len(parts) in (2, 3) and isinstance(parts[1], dict)
-        if not is_pair or not isinstance(parts[0], torch.Tensor) or parts[0].dim():
-            raise UserError(
-                "Task.loss() must return the mean loss, a tensor without dimensions, and a dict of "
-                f"sums, which may be empty, not ({', '.join(map(name_of, parts))})"
-            )
-        loss, sums, *more = parts
-        rows = more[0] if more and more[0] is not None else {}
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise UserError("Task.loss(): the loss has no gradient, as after detach() or no_grad()")
-        try:
-            sums = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
-            rows = {name: row.detach() for name, row in rows.items()}
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            text = "sums must be numbers or tensors, and rows a dict of tensors"
-            raise UserError(f"Task.loss(): {text} ({error})") from None
-        twice = sums.keys() & {"loss", *rows}
-        if twice or sums.get("count", loss).dim():
-            text = '"loss" and rows need other names than sums, and "count" is one number'
-            raise UserError(f"Task.loss(): {text}; sums: {', '.join(map(str, sums))}")
-        return loss, sums, rows
-
-
-def name_of(value):
-    """Its type, and the shape of a tensor, for messages."""
-    name = type(value).__name__
-    if isinstance(value, (tuple, list)):
-        name += f" of {len(value)}"
-    return f"{name} {list(value.shape)}" if isinstance(value, torch.Tensor) else name
-
-
 def settle_buckets(ddp):
     """A first backward pass, after which DDP regroups the gradients for good. Collective.
 
@@ -1393,16 +1404,18 @@ class Sums:
     def __init__(self):
         self.columns = defaultdict(list)  # by (interval, name)
         self.shapes = None  # {name: shape}, the same in each micro-batch and on all ranks
-        self.are_compared = False
 
     def add(self, interval, loss, values, batch, samples):
-        """samples: of the batch; how many the loss is the mean of, if values have no "count"."""
+        """samples: of the batch; how many the loss is the mean of, if values have no "count".
+
+        Collective the first time, when the names are compared.
+        """
         HangTimer.idle = 0
         loss = loss.detach()
         if "count" not in values:
             parts = dict(batch) if isinstance(batch, Mapping) else batch
             tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
-            sizes = {len(tensor) for tensor in tensors if tensor.dim()}
+            sizes = {size for tensor in tensors for size in tensor.shape[:2]}  # [b, t] or [t, b]
             if samples and sizes and samples not in sizes:
                 raise UserError(
                     f"{samples} samples became a batch of {max(sizes)}: if a collate_fn drops "
@@ -1414,20 +1427,18 @@ class Sums:
         for name, value in values.items():
             shapes[name] = value.shape
             self.columns[interval, name].append((value, value._version))
-        self.shapes = self.shapes or shapes
+        if self.shapes is None:
+            self.shapes = shapes
+            for others in gather(shapes):
+                refuse_other_sums(others, shapes, "on all ranks")
         if shapes != self.shapes:
             refuse_other_sums(shapes, self.shapes, "in each micro-batch")
 
     def take(self):
         """{interval: {name: sum of what was added}}, float64, in the same order on all ranks.
 
-        That of "loss" counts each mean loss as often as its items. Waits for the GPU. Collective
-        the first time, when the names are compared.
+        That of "loss" counts each mean loss as often as its items. Waits for the GPU.
         """
-        if not self.are_compared:
-            for shapes in gather(self.shapes):
-                refuse_other_sums(shapes, self.shapes, "on all ranks")
-            self.are_compared = True
         totals = defaultdict(dict)
         for interval in sorted({interval for interval, _ in self.columns}):
             counts = self.column(interval, "count")
@@ -1663,7 +1674,7 @@ class MetricsWriter:
 def report(task, sums):
     """Task.report(). Where a metric cannot be computed, such as F1 of no samples, it is NaN."""
     try:
-        values = task.report(dict(sums))
+        values = task.report(copy.deepcopy(dict(sums)))  # which it may change
     except (ArithmeticError, ValueError) as error:
         warn_once(f"Task.report() has failed, so {task.best} is NaN ({name_of(error)}: {error})")
         values = {task.best: math.nan, "loss": sums["loss"] / sums["count"]}
@@ -1722,6 +1733,7 @@ class StopRequests:
     """Reasons to stop: signals, files and the clock. A second Ctrl-C ends the process."""
 
     signal = ""  # the name of the first one that this process has received
+    has_stopped = False  # for any of the reasons
 
     def __init__(self, cfg):
         StopRequests.signal = ""
@@ -1801,6 +1813,7 @@ def lock_directory(cfg):
             if waited == LOCK_SECONDS:
                 remedy = "stop that process, or set another --checkpoint-dir"
                 raise UserError(f"{text}: {remedy}", "in use")
+            HangTimer.idle = 0
             if waited == 0:
                 log(f"{text}: waiting for its end, up to {LOCK_SECONDS} s")
             time.sleep(1)
@@ -1927,6 +1940,7 @@ class Saver:
             **self.identity,
             "config": self.options,
             "run_id": self.run_id,
+            "total_steps": self.stream.total_steps,
             "state": vars(state),
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
@@ -2101,7 +2115,7 @@ def load_initial_weights(cfg, model):
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     candidates = []
     # Others may have saved the network inside of ours, or ours inside of a wrapper.
-    for prefix in ["", *[name.partition(".")[0] + "." for name in own]]:
+    for prefix in dict.fromkeys(["", *[name.partition(".")[0] + "." for name in own]]):
         found = {}
         for name, weight in weights.items():
             name = prefix + name.removeprefix("module.")
@@ -2130,6 +2144,8 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
     if checkpoint["task"] != name:
         raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass that task")
     task.spec = checkpoint["spec"]
+    task.step = checkpoint["state"]["step"]
+    task.total_steps = checkpoint.get("total_steps", 0)
     task.cfg = saved_options(build_parser(task), checkpoint["config"]).parse_args([])
     model = new_model(task, task.cfg)
     load_weights(model, checkpoint["model"])
@@ -2160,7 +2176,7 @@ def refuse_changes(cfg, options, checkpoint, identity):
     changes = {}
     for name, now in (options | identity).items():
         then = before.get(name, now)
-        if name not in FREE_OPTIONS and as_text(then) != as_text(now):
+        if name not in FREE_OPTIONS and not is_same(then, now):
             changes[name] = f"{name} {then} -> {now}"
     text = ", ".join(changes.values())
     refused = FIXED_OPTIONS & changes.keys() if cfg.checkpoint_dir else changes.keys() - {"code"}
@@ -2174,8 +2190,15 @@ def refuse_changes(cfg, options, checkpoint, identity):
         log_on_rank_0(f"Changed since the checkpoint: {text}")
 
 
+def is_same(value, other):
+    """Also where they hold tensors or NaN."""
+    with suppress(RuntimeError):  # of a comparison of tensors
+        if value == other:
+            return True
+    return as_text(value) == as_text(other)
+
+
 def as_text(value):
-    """Equal for equal values, also where they hold tensors or NaN."""
     return repr(tree_map_only(torch.Tensor, torch.Tensor.tolist, value))
 
 
@@ -2302,8 +2325,8 @@ def words_of(parser, key, value):
         return [flag]
     if action.nargs == 0 and texts_of(value) == "false":
         return [word for word in action.option_strings if word.startswith("--no-") and word != flag]
-    if isinstance(action, argparse._AppendAction):  # once for each value
-        return [f"{flag}={part}" for part in value]
+    if isinstance(action, argparse._AppendAction) and isinstance(value, list):
+        return [f"{flag}={part}" for part in value]  # once for each value
     if isinstance(value, list):
         return [flag, *map(str, value)]
     return [f"{flag}={value}"]
@@ -2335,6 +2358,9 @@ def main(task: Task | None = None, argv: list[str] | None = None):
         else:
             with only_run_in_directory(cfg):
                 train(task, cfg, world)
+        if dist.is_initialized():
+            time.sleep(0.2)  # for gloo: pytorch issue 179291
+            dist.destroy_process_group()  # not after an error: it might wait for other ranks
     except UserError as error:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # its launcher may end this rank
@@ -2350,16 +2376,14 @@ def main(task: Task | None = None, argv: list[str] | None = None):
         for worker in set(multiprocessing.active_children()) - set(children):
             worker.kill()  # of a DataLoader; exit would wait for it
         put_back(handlers)
-    if dist.is_initialized():
-        time.sleep(0.2)  # for gloo: pytorch issue 179291
-        dist.destroy_process_group()  # not after an error: it might wait for other ranks
 
 
 def put_back(handlers):
     """Of signals. After a stop, only for a user who goes on: its signal may come several times."""
     if threading.current_thread() is not threading.main_thread():
         return
-    is_stopping = StopRequests.signal and not hasattr(sys, "ps1")  # of a notebook or a prompt
+    is_stopping = StopRequests.signal or StopRequests.has_stopped
+    is_stopping = is_stopping and not hasattr(sys, "ps1")  # of a notebook or a prompt
     for number, handler in handlers.items():
         if handler is not None and not (is_stopping and number in STOP_SIGNALS):
             signal.signal(number, handler)

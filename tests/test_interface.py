@@ -125,6 +125,30 @@ def test_evaluations_and_saves_can_be_rare(tmp_path):
     assert run.checkpoints() == {"checkpoint_epoch_2", "checkpoint_epoch_4", "checkpoint_epoch_5"}
 
 
+def test_an_epoch_that_is_not_evaluated_counts_once_also_if_the_run_stops_at_its_end(tmp_path):
+    options = [*EPOCHS, "--epochs=4", "--eval-every-epochs=2"]
+    whole = train(tmp_path / "whole", 1, *options, **small())
+    train(tmp_path / "run", 2, *options, "--stop-at-step=3", **small())
+    run = train(tmp_path / "run", 1, *options, **small())
+    ours, theirs = ([r["loss"] for r in x.records("epoch")][-4:] for x in (run, whole))
+    assert ours == pytest.approx(theirs, rel=1e-5) and len(ours) == 4
+
+
+def test_the_evaluation_at_the_end_of_a_run_that_is_extended_still_counts(tmp_path):
+    code = "def report(self, sums): return {'loss': 0.1 if self.step == 5 else 1}"
+    train(tmp_path / "run", 1, *EPOCHS, "--total-steps=5", **small(code))
+    run = train(tmp_path / "run", 1, *EPOCHS, "--total-steps=9", **small(code))
+    assert run.checkpoint("best")["state"]["step"] == 5
+
+
+def test_what_report_does_to_the_sums_changes_nothing(tmp_path):
+    code = HISTOGRAM.replace("values = super()", "sums['histogram'] /= 2\n  values = super()")
+    halves = train(tmp_path / "run", 1, *EPOCHS, "--log-every-steps=9", **small(code))
+    (first, second) = (sum(r[f"bin_{i}"] for i in range(10)) for r in halves.records("epoch"))
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))[:48]
+    assert first == second == torch.histc(x, 10, -3, 3).sum() / 2
+
+
 WEIGHTED = method(
     "order",
     "cfg, train_set, epoch, generator",
@@ -177,10 +201,10 @@ REFUSED = {
     "a number": (loss_and("return loss.item(), {}"), "(float, dict)"),
     "a tuple": (loss_and("return (loss, loss), {}"), "(tuple of 2, dict)"),
     "detached": (loss_and("return loss.detach(), {}"), "the loss has no gradient"),
-    "loss twice": (loss_and("return loss, {'loss': loss}"), '"loss" and rows need other names'),
+    "loss twice": (loss_and("return loss, {'loss': loss}"), "need names of their own"),
     "a row twice": (
         loss_and("return loss, {'a': 1}, {'a': x}"),
-        '"loss" and rows need other names',
+        "need names of their own",
     ),
     "counts": (loss_and("return loss, {'count': torch.ones(2)}"), '"count" is one number'),
     "sum of None": (loss_and("return loss, {'a': None}"), "sums must be numbers or tensors"),
