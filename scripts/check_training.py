@@ -30,6 +30,7 @@ CHUNK = 1 << 20  # elements that are converted at once
 ROUNDING = 2e-6  # of float32, between processors of different kinds, see digest()
 SAME_BATCH = 50  # digests of its gradients differ by less; those of others, by about 1 / ROUNDING
 OTHER_LIBRARIES = {"horovod", "mpi4py", "jax", "ray"}  # may connect the ranks, too
+BEFORE = set(sys.modules) - {"__main__"}  # loaded by guard.py
 RANK_NAMES = re.compile(r"\b(RANK|\w+_RANK|WORLD_SIZE|SLURM_\w+)\b")
 
 
@@ -251,9 +252,10 @@ def differ(numbers) -> bool:
 
 
 def names_ranks() -> bool:
-    """Whether the script, or a file beside it, does: its ranks may be independent on purpose."""
-    files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
-    own = [file for file in files if file.startswith(sys.path[0]) and "site-packages" not in file]
+    """Whether the script, or a file of its own, does: its ranks may be independent on purpose."""
+    modules = [module for name, module in sys.modules.items() if name not in BEFORE]
+    files = [str(getattr(module, "__file__", "")) for module in modules]
+    own = [file for file in files if file.endswith(".py") and "/python3." not in file]
     return any(RANK_NAMES.search(Path(file).read_text("latin-1")) for file in own)
 
 

@@ -46,7 +46,7 @@ fail() {
   # As in report.py: others may have the same error.
   if [[ -n "${FAILURE_FILE:-}" && -n "${ATTEMPT:-}" ]]; then
     echo "$facts" >"$FAILURE_FILE.$(hostname)"
-    sleep "${is_first:-0}"
+    sleep "$((${is_first:-0} * 3))"
   fi
   exit 2
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 HOST = socket.gethostname()
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 STOP_SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
-OTHERS_SECONDS = 1  # for the other hosts to find the same user error
+OTHERS_SECONDS = 3  # for the other hosts to find the same user error
 PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
 
 

@@ -25,8 +25,10 @@ def end_of_job():
             facts = pbs_job()
             start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
             return start + walltime_seconds(facts["Resource_List.walltime"])
-    except (KeyError, ValueError):  # the scheduler has not answered, or the time has no limit
+    except KeyError:  # the scheduler has not answered
         return None
+    except ValueError:  # "Unknown": the time has no limit
+        return float("inf")
     return None
 
 

@@ -208,6 +208,7 @@ def main():
         return 2
     if never_restarts():
         choose_master(os.environ, command, nodes_of_job())
+        os.environ.pop("ON_EVENT", None)
         os.execvp(command[0], command)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     return Supervisor(command).keep_alive()
@@ -379,7 +380,7 @@ class Supervisor:
             return 0
         if decision == "stop":
             return number("STOPPED_EXIT_CODE") or int(self.refused)
-        return 2 if cause in ("configuration", "in use") else 1
+        return 2 if cause in USER_ERRORS else 1
 
     # ------------------------------------------------------------------------- what to do next
 
@@ -553,7 +554,7 @@ class Supervisor:
         """The nodes, fewer than all, where srun cannot start COMMAND: down, or without a mount."""
         if len(self.nodes) < 2 or not is_srun(self.command):
             return []
-        program = next(word for word in self.command[1:] if not word.startswith("-"))
+        program = next((word for word in self.command[1:] if not word.startswith("-")), "true")
         probe = ["srun", "--overlap", "--nodes=1", "--ntasks=1"]
         test = ["sh", "-c", 'command -v "$0"', program]
         lost = [n for n in self.nodes if output_of(*probe, f"--nodelist={n}", *test) is None]
@@ -670,8 +671,9 @@ class Supervisor:
             return "killed", "it did not stop in time (STOP_SECONDS), or you pressed Ctrl-C twice"
         if ended_by_signal and is_preempted():  # Slurm signals only the ranks
             return "stopped", ended_by_signal
-        lost = self.lost_nodes()
-        if lost or (code == 2 and is_srun(self.command)):  # or with the error number of execve()
+        lost = [] if asked else self.lost_nodes()
+        # srun also exits with the error number of execve(): a short outage gets two restarts.
+        if lost or (code == 2 and is_srun(self.command) and self.crashes < 2):
             self.failure = {"silent_hosts": lost}
             where = ", ".join(lost) or "a node"
             return "node lost", f"{where} cannot start the program (down, or without a mount?)"
@@ -853,8 +855,10 @@ def is_srun(command):
 
 
 def is_ours(command):
-    """Whether it is a launcher of scripts/, which forwards signals to the ranks."""
-    return any("scripts/" in word for word in command[:2]) and not is_srun(command)
+    """Whether it is a launcher of this scripts/, which forwards signals to the ranks."""
+    files = [Path(word).resolve() for word in command[:2]]
+    ours = [file.name for file in files if REPOSITORY / "scripts" in file.parents]
+    return bool(ours) and ours != ["guard.py"] and not is_srun(command)
 
 
 def choose_master(env, command, nodes):

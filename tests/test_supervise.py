@@ -152,7 +152,7 @@ sys.exit(1)
 @pytest.mark.parametrize("cause", ["configuration", "NaN"])
 def test_an_error_that_would_repeat_is_not_retried(tmp_path, supervise, cause):
     code, text = supervise(sys.executable, "-c", FAILS, cause)
-    assert code == (2 if cause == "configuration" else 1)
+    assert code == 2
     assert causes(tmp_path) == [cause]
     assert "a restart would not help" in text
 
@@ -974,3 +974,24 @@ def test_the_nodes_beyond_nnodes_are_spares():
     assert module.choose_nodes(["a", "b", "c"], ["a"], 2) == ["b", "c"]
     assert module.choose_nodes(["a", "b", "c"], ["a", "b"], 2) == ["a", "b"]  # too few are left
     assert module.choose_nodes(["a", "b"], ["a"], 0) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("command", "ours"),
+    [
+        (["scripts/ssh/launch_singlenode.sh", "a.yaml"], True),
+        (["bash", "scripts/cluster_train.sh"], True),
+        (["python", "scripts/guard.py", "train.py"], False),
+        (["python", "/home/me/scripts/train.py"], False),
+        (["srun", "scripts/cluster_train.sh"], False),
+    ],
+)
+def test_only_launchers_of_this_repository_forward_a_stop_themselves(monkeypatch, command, ours):
+    monkeypatch.chdir(REPO)
+    assert load("supervise").is_ours(command) == ours
+
+
+def test_a_limit_that_was_taken_away_has_no_end(monkeypatch):
+    monkeypatch.setattr(scheduler, "slurm_id", lambda: "7")
+    monkeypatch.setattr(scheduler, "slurm_job", lambda: {"EndTime": "Unknown"})
+    assert scheduler.end_of_job() == float("inf")
