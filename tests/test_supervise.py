@@ -988,7 +988,7 @@ def test_the_nodes_beyond_nnodes_are_spares():
 )
 def test_only_launchers_of_this_repository_forward_a_stop_themselves(monkeypatch, command, ours):
     monkeypatch.chdir(REPO)
-    assert load("supervise").is_ours(command) == ours
+    assert load(SUPERVISE).is_ours(command) == ours
 
 
 def test_a_limit_that_was_taken_away_has_no_end(monkeypatch):
