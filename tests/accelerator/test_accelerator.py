@@ -27,8 +27,8 @@ COUNT_ON_DEVICE = """if True:
 
     task = CountOnDevice()
 """
-# Waits in steps: at the first, images, labels, DDP's two of its new buckets, and eight for the names
-# of the sums, which all ranks compare; one of an order at that of each epoch.
+# Waits in steps: at the first, images, labels, DDP's two of its new buckets, and eight for the
+# names of the sums, which all ranks compare; one of an order at that of each epoch.
 FEW = 14
 
 
