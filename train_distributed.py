@@ -1788,7 +1788,7 @@ def only_run_in_directory(cfg):
     lock = on_rank_0(lock_directory, cfg)
     try:
         yield
-        gather(None)  # until rank 0 has written everything: a launcher may end all when one exits
+        gather([])  # until rank 0 has written everything: a launcher may end all when one exits
     finally:
         if is_rank_0():
             os.close(lock)
