@@ -532,7 +532,6 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, sums, st
 
     The gradient is the mean over all samples (or items) of the step. Collective.
     """
-
     counts = []  # of items, if their number varies
 
     def forward(micro):
@@ -554,7 +553,7 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, sums, st
         averaged_gradients(world, stream, loss_of, scaler, forward)
     if counts:
         divide_by_items(optimizer, counts, stream.micro_batches_per_step)
-    is_recorded = stream.ends_interval(step + 1, cfg.log_every_steps)
+    is_recorded = stream.is_recorded(step + 1)
     if cfg.clip_grad_norm or is_recorded:
         scaler.unscale_(optimizer)
         parameters = parameters_of(optimizer)
@@ -1078,9 +1077,9 @@ class SampleStream:
         beyond = step * self.cfg.global_batch_size % self.samples
         return step > 0 and beyond < self.cfg.global_batch_size
 
-    def ends_interval(self, step, every):
-        """Whether an epoch, or an interval of so many steps, is complete after this step."""
-        return self.ends_epoch(step) or (every is not None and step > 0 and step % every == 0)
+    def is_recorded(self, step):
+        """Whether a record of the training ends after this number of steps, at least one."""
+        return self.ends_epoch(step) or step % self.cfg.log_every_steps == 0
 
     def is_evaluated(self, step):
         every = self.cfg.eval_every_steps
@@ -1598,7 +1597,7 @@ class MetricsWriter:
                 )
             state.epoch_sums.update(sums)  # a Counter adds
             state.interval_sums.update(sums)
-            is_complete = self.stream.ends_interval(end, every)
+            is_complete = self.stream.is_recorded(end)
             if not is_complete and self.has_reported:
                 continue
             values = report(self.task, state.interval_sums)

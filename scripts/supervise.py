@@ -775,9 +775,8 @@ class Supervisor:
         with suppress(OSError):
             (self.files / "STOP_FILE").touch()
         if is_srun(self.command) or is_ours(self.command):
-            self.child.send_signal(
-                signal.SIGUSR2
-            )  # srun forwards it; see run_torchrun.py, guard.py
+            # srun forwards it; see run_torchrun.py and guard.py
+            self.child.send_signal(signal.SIGUSR2)
         else:
             signal_ranks(self.child.pid)
 
