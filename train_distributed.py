@@ -1017,10 +1017,10 @@ class SampleStream:
         ranks, count = world.world_size, self.micro_batches_per_step
         if rest or count < ranks or cfg.global_batch_size > samples:
             raise UserError(
-                f"a global batch of {cfg.global_batch_size} samples does not fit: it needs whole "
-                f"micro-batches of {cfg.batch_size}, at least one for each of {ranks} ranks, and "
-                f"at most the {samples} samples of the training set (a resumed run keeps its "
-                "global batch; another --checkpoint-dir starts a new one)"
+                f"a global batch of {cfg.global_batch_size} samples does not fit: it must be a "
+                f"multiple of --batch-size {cfg.batch_size}, from {cfg.batch_size * ranks} (for "
+                f"{ranks} ranks) to {samples // cfg.batch_size * cfg.batch_size} (of {samples} "
+                "samples); a resumed run keeps its global batch"
             )
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
         if cfg.total_steps:
@@ -1865,6 +1865,8 @@ class Saver:
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
+            if (self.directory / "SAVE").exists():
+                log(f"Saved {path.name}, as the file SAVE asks")
             paths = checkpoints_in(self.directory)
             paths.sort(key=lambda old: (old == path, old.lstat().st_mtime))
             for old in paths[: -self.cfg.keep]:  # this one is always among those that stay

@@ -102,6 +102,7 @@ def test_a_file_save_saves_and_training_continues(tmp_path):
     result = train(run, 2, *long_epoch, during=save_then_stop)
     saved, last = sorted(load(path)["state"]["step"] for path in run.glob("checkpoint_step_*.pt"))
     assert saved < last == result.status()["saved_step"]
+    assert f"Saved checkpoint_step_{saved}.pt" in result.out[0]
     assert "(STOP file), saved in" in result.out[0]
 
 
