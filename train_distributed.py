@@ -1020,7 +1020,7 @@ class SampleStream:
                 f"a global batch of {cfg.global_batch_size} samples does not fit: it must be a "
                 f"multiple of --batch-size {cfg.batch_size}, from {cfg.batch_size * ranks} (for "
                 f"{ranks} ranks) to {samples // cfg.batch_size * cfg.batch_size} (of {samples} "
-                "samples); a resumed run keeps its global batch"
+                "samples). A smaller --batch-size allows more; a resumed run keeps its global batch"
             )
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
         if cfg.total_steps:
@@ -2273,8 +2273,8 @@ def option_value(parser, flag, key, text, value):
         words = [f"{flag}={part}" for part in text]
     elif isinstance(text, list) and action.nargs:
         words = [flag, *text]
-    elif isinstance(text, list):
-        return value  # made from one text by the type of the option
+    elif isinstance(text, list) and isinstance(action.default, (list, tuple)):
+        return value  # as a type of the task makes it from one text
     return getattr(parser.parse_args(words), action.dest)
 
 
