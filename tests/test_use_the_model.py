@@ -23,9 +23,11 @@ print("weights", all(torch.equal(loaded[k], v) for k, v in model.network.state_d
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A directory with the page's run."""
+    """A directory with the page's run, which ended early."""
     directory = tmp_path_factory.mktemp("work")
-    train(directory / "runs/one", 1, "--epochs=1")
+    run = train(directory / "runs/one", 1, "--epochs=1", "--total-steps=30")
+    checkpoint = run.directory / "checkpoint_step_30.pt"
+    checkpoint.rename(checkpoint.with_name("checkpoint_epoch_1.pt"))
     return directory
 
 
