@@ -21,9 +21,11 @@ print("accuracy", (guesses == test_set[:][1]).double().mean().item())
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A directory with the page's run."""
+    """A directory with the page's run, which ended early."""
     directory = tmp_path_factory.mktemp("work")
-    train(directory / "runs/one", 1, "--epochs=1")
+    run = train(directory / "runs/one", 1, "--epochs=1", "--total-steps=30")
+    checkpoint = run.directory / "checkpoint_step_30.pt"
+    checkpoint.rename(checkpoint.with_name("checkpoint_epoch_1.pt"))
     return directory
 
 
