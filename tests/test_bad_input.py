@@ -58,12 +58,12 @@ def test_an_unknown_option_or_a_wrong_value_is_named(option, expected):
             "epochs: three",
             "options.yaml, epochs: argument --epochs: invalid positive value: 'three'",
         ),
-        ("epochs: [3, 4]", "options.yaml, epochs: unrecognized arguments: 4"),
+        ("epochs: [3, 4]", "options.yaml, epochs: argument --epochs: invalid positive value: "),
         ("training: {epochs: 3}", "options.yaml, training: there is no such option"),
         ("compile: maybe", "--no-compile: ignored explicit argument 'maybe'"),
         ("- epochs", "options.yaml: it needs lines like `epochs: 5`"),
         ("lr: 1\n  epochs: 3", "cannot read --config "),
-        ("seed: !!python/object/apply:os._exit [x]", "argument --seed: "),  # it is not executed
+        ("seed: !!python/object/apply:os._exit [x]", "cannot read --config "),  # not executed
         (None, "No such file or directory"),
     ],
 )
@@ -79,17 +79,13 @@ def test_a_mistake_in_a_config_file_is_named(tmp_path, text, expected):
 @pytest.mark.parametrize(("batch", "ranks"), [(20, 2), (16, 3)])
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny, batch, ranks):
     message = refuse(tmp_path / "r", *tiny, f"--global-batch-size={batch}", ranks=ranks)
-    assert message == (
-        f"a global batch of {batch} samples does not fit: it needs whole micro-batches of 8, at "
-        f"least one for each of {ranks} ranks, and at most the 203 samples of the training set "
-        "(a resumed run keeps its global batch; another --checkpoint-dir starts a new one)"
-    )
+    assert f"a global batch of {batch} samples does not fit" in message
+    assert f"multiple of --batch-size 8, from {8 * ranks} (for {ranks} ranks) to 200" in message
 
 
 def test_a_global_batch_of_more_samples_than_there_are_is_refused(tmp_path, tiny):
     message = refuse(tmp_path / "r", *tiny, "--batch-size=204")
     assert "a global batch of 204 samples does not fit" in message
-    assert "at most the 203 samples" in message
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):

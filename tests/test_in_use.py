@@ -575,16 +575,3 @@ def test_reading_that_never_returns_ends_with_the_stacks_and_all_processes(tmp_p
     assert run.codes == [1, 1] and stuck_in in run.err[0]
     reader = Path("/proc") / (run.directory / "reader").read_text()
     wait_until(lambda: not reader.exists(), "it still reads", seconds=20)
-
-
-def test_a_file_profile_records_five_steps_of_each_rank(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "PROFILE").touch()
-    options = [*QUICK, "--epochs=10"]
-    profiled = train(tmp_path / "run", 2, *options, **small())
-    for rank in (0, 1):
-        (file,) = tmp_path.glob(f"run/trace_step_*_rank_{rank}.*.json")
-        events = json.loads(file.read_text())["traceEvents"]
-        assert sum("ProfilerStep" in event["name"] for event in events) == 5
-    assert not (tmp_path / "run" / "PROFILE").exists()
-    assert_same_state(profiled.newest(), train(tmp_path / "usual", 2, *options, **small()).newest())
