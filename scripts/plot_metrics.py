@@ -5,8 +5,8 @@
     python scripts/plot_metrics.py runs/a runs/b -o comparison.png  # runs compared
 
 A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
-metrics.jsonl. Dots: the test set after each epoch. A loss has a logarithmic scale if it is always
-positive; shares whose name ends in "accuracy" are in percent.
+metrics.jsonl. Dots: the test set after each epoch. A loss that is always positive has a logarithmic
+scale.
 """
 
 import argparse
@@ -84,27 +84,18 @@ def draw(runs: list[Run], output: Path) -> None:
 
 def draw_panel(axes, name: str, runs: list[Run]) -> None:
     """The metric of all runs that have it."""
-    from matplotlib.ticker import PercentFormatter
-
-    is_share = name.endswith("accuracy")
     for number, run in enumerate(runs):
         color = f"C{number}"
-        prefix = f"{run.name} " if len(runs) > 1 else ""
         training = run.training_points(name)
         if training:
-            steps, values = zip(*training)
-            label = f"{prefix}training"
-            axes.plot(steps, values, ".-", color=color, alpha=0.5, lw=1, ms=3, label=label)
+            label = f"{run.name} training"
+            axes.plot(*zip(*training), ".-", color=color, alpha=0.5, lw=1, ms=3, label=label)
         held_out = run.held_out_points(name)
         if held_out:
-            steps, values = zip(*held_out)
-            last = f"{values[-1]:.2%}" if is_share else f"{values[-1]:.4g}"
-            label = f"{prefix}{run.held_out}, last {last}"
-            axes.plot(steps, values, "o-", color=color, label=label)
+            label = f"{run.name} {run.held_out}"
+            axes.plot(*zip(*held_out), "o-", color=color, label=label)
     axes.set_title(name.replace("_", " ").capitalize())
     axes.set_xlabel("step")
-    if is_share:
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
     if name.endswith("loss") and axes.dataLim.ymin > 0:
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
