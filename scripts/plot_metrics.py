@@ -6,8 +6,8 @@
 
 A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
 metrics.jsonl, without those that average less than half as many steps as usual, such as at the end
-of an epoch. Dots: the test set after each epoch. Every second run is dashed. A loss has a
-logarithmic scale if it is always positive; shares whose name ends in "accuracy" are in percent.
+of an epoch. Dots: the test set after each epoch. Every second run is dashed. A loss that is always
+positive has a logarithmic scale.
 """
 
 import argparse
@@ -96,29 +96,22 @@ def draw(runs: list[Run], output: Path) -> None:
 
 def draw_panel(axes, name: str, runs: list[Run]) -> None:
     """The metric of all runs that have it."""
-    from matplotlib.ticker import PercentFormatter
-
-    is_share = name.endswith("accuracy")
     for number, run in enumerate(runs):
         color = f"C{number}"
         line = "--" if number % 2 else "-"  # where runs agree, both are seen
-        prefix = f"{run.name} " if len(runs) > 1 else ""
         training = run.training_points(name)
         if training:
+            label = f"{run.name} training"
             steps, values = zip(*training)
-            label = f"{prefix}training"
             axes.plot(steps, values, f".{line}", color=color, alpha=0.5, lw=1, ms=3, label=label)
         held_out = run.held_out_points(name)
         if held_out:
+            label = f"{run.name} {run.held_out}"
             steps, values = zip(*held_out)
-            last = f"{values[-1]:.2%}" if is_share else f"{values[-1]:.4g}"
-            label = f"{prefix}{run.held_out}, last {last}"
             size = 4 if number % 2 else 7  # points
             axes.plot(steps, values, f"o{line}", color=color, ms=size, label=label)
     axes.set_title(name.replace("_", " ").capitalize())
     axes.set_xlabel("step")
-    if is_share:
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
     if name.endswith("loss") and axes.dataLim.ymin > 0:
         axes.set_yscale("log")
     axes.grid(alpha=0.3)

@@ -134,9 +134,9 @@ def test_each_metric_of_a_run_has_a_panel_with_the_loss_first(tmp_path, drawn_pa
     epochs = [{"iou": 0.15, "loss": 1.5, "test_iou": 0.1, "test_loss": 3.0, "test_top5": 0.5}]
     run = write_run(tmp_path / "run", train_records, epochs)
     assert drawn_panels(run) == {
-        "Loss": (["training", "test, last 3"], "log"),
-        "Iou": (["training", "test, last 0.1"], "linear"),
-        "Top5": (["test, last 0.5"], "linear"),
+        "Loss": (["run training", "run test"], "log"),
+        "Iou": (["run training", "run test"], "linear"),
+        "Top5": (["run test"], "linear"),
     }
     assert list(drawn_panels(run))[0] == "Loss"
 
