@@ -564,7 +564,12 @@ def divide_by_items(optimizer, counts, micro_batches):
     if dist.is_initialized():
         dist.all_reduce(items)
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    torch._foreach_mul_(gradients, micro_batches / items.clamp(min=1))
+    torch._foreach_mul_(gradients, micro_batches / or_one(items))
+
+
+def or_one(items):
+    """A number of items to divide by; without items, the dividend is 0."""
+    return items.masked_fill(items == 0, 1)
 
 
 ROUNDING = 1.5 * 2**12  # the last bit of a float64 from 2**12 to 2**13 is 2**-40
@@ -584,7 +589,7 @@ def exact_gradients(stream, optimizer, scaler, forward, counts):
     for micro in stream.micro_batches:
         loss = forward(micro) / stream.micro_batches_per_step
         if len(counts) == 1:  # sums over items are divided by this number before they are rounded
-            divisor = counts[0].double().clamp(min=1)
+            divisor = or_one(counts[0].double())
             if dist.is_initialized():
                 dist.broadcast(divisor, 0)
             scale = scale * divisor
@@ -798,7 +803,8 @@ def evaluate_checkpoint(task, cfg, world):
     task.cfg = cfg
     if held_out is None or not is_same(task.spec, spec):
         raise UserError(f"--evaluate {cfg.evaluate}: no test set, or not with {task.spec}")
-    sums, _ = evaluate(task, cfg, world, model, test_set or held_out)
+    data_set = held_out if test_set is None else test_set
+    sums, _ = evaluate(task, cfg, world, model, data_set)
     if is_rank_0():
         log(f"{cfg.evaluate}: {describe(report(task, sums))}")
 
@@ -1152,7 +1158,8 @@ def get_dataloader(task, cfg, world, dataset, batch_sampler, count=math.inf) -> 
     if sys.platform == "linux":  # a signal would end Python 3.14's forkserver
         options["multiprocessing_context"] = "fork"
     given = task.loader_options() or {}
-    refused = given.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+    refused = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"}
+    refused &= given.keys()
     if refused:
         raise UserError(
             f"Task.loader_options() has {', '.join(sorted(refused))}: which samples a step uses is "
@@ -1376,10 +1383,12 @@ class Sums:
         HangTimer.idle = 0
         loss = loss.detach()
         if "count" not in values:
-            parts = dict(batch) if isinstance(batch, Mapping) else batch
-            tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
+            parts = batch if isinstance(batch, (tuple, list)) else [batch]
+            if isinstance(batch, Mapping):
+                parts = batch.values()
+            tensors = [part for part in parts if isinstance(part, torch.Tensor)]
             sizes = {size for tensor in tensors for size in tensor.shape[:2]}  # [b, t] or [t, b]
-            if samples and sizes and samples not in sizes:
+            if samples and sizes and samples not in {len(parts), *sizes}:
                 raise UserError(
                     f"{samples} samples became a batch of {max(sizes)}: if a collate_fn drops "
                     'samples, return the number of the others as the sum "count" from Task.loss()'
@@ -1819,7 +1828,10 @@ class Saver:
         refuse_changes(self.cfg, self.options, checkpoint, self.identity)
         load_weights(model, checkpoint["model"])
         fresh_groups = [dict(group) for group in optimizer.param_groups]
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        try:
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        except ValueError as error:
+            raise UserError(f"the optimizer is not that of the checkpoint ({error})") from None
         # Not tensors that are mapped: a deleted file would keep its place on the disk.
         for p, values in optimizer.state.items():
             optimizer.state[p] = tree_map_only(torch.Tensor, unmapped, values)
@@ -1839,10 +1851,11 @@ class Saver:
             state.best_score = -math.inf  # best.pt is the best of its directory
 
     def poll(self):
-        """Whether rank 0 is to save, because of the clock or a file."""
+        """SAVE if rank 0 is to save, because of the clock or a file."""
         is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-        is_asked = is_late or (self.directory / "SAVE").exists()
-        return ["SAVE"] if is_rank_0() and is_asked else []
+        if is_rank_0() and (is_late or (self.directory / "SAVE").exists()):
+            return ["SAVE"]
+        return []
 
     def save(self, state, model, optimizer, scaler, seconds_left=0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
@@ -1859,7 +1872,6 @@ class Saver:
         if not all(p.isfinite().all() for p in model.parameters()):
             raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
         content = self.content(state, model, optimizer, scaler)
-        content["digests"] = digests_in(content)
         try:
             write_file(path, functools.partial(write_checkpoint, content))
             self.has_failed = False
@@ -1893,15 +1905,17 @@ class Saver:
 
     def try_to_save(self, state, model, optimizer, scaler):
         """UserError, before the first step, if a checkpoint could not hold this run. For rank 0."""
+        trial = self.directory / "checkpoint_trial"
         try:
             content = self.content(state, model, optimizer, scaler)
+            content = tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), content)
+            write_file(trial, functools.partial(write_checkpoint, content))
+            trial.unlink()
+        except UserError:
+            raise
         except Exception as error:
-            text = f"the state of the model or the optimizer cannot be saved: {error}"
+            text = f"the state of the model, the optimizer or the task cannot be saved: {error}"
             raise UserError(text) from None
-        content = tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), content)
-        trial = self.directory / "checkpoint_trial"
-        write_file(trial, functools.partial(write_checkpoint, content))
-        trial.unlink()
 
     def save_best(self):
         """Keep the newest checkpoint as best.pt, beside the others. For rank 0."""
@@ -2007,10 +2021,9 @@ def load_checkpoint(path, is_verified=True):
     """
     HangTimer.idle = 0
     try:
-        checkpoint = open_checkpoint(path)
         if is_verified:
-            verify(checkpoint)
-        return checkpoint
+            verify(path)
+        return open_checkpoint(path)
     except (FileNotFoundError, PermissionError) as error:
         text = f"{socket.gethostname()} cannot read {path} ({error.strerror})"
         raise UserError(f"{text}: is it there, in a directory that all nodes see?") from None
@@ -2019,16 +2032,12 @@ def load_checkpoint(path, is_verified=True):
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
 
 
-def verify(checkpoint):
-    digests = checkpoint["digests"]  # empty in a file of weights that was converted
-    if digests and digests != digests_in(checkpoint):
-        raise ValueError("a tensor is not as it was saved")
-
-
-def digests_in(checkpoint):
-    """Of all tensors in it, which may be on several devices."""
-    leaves = tree_leaves(checkpoint)
-    return [digests_of([leaf]).item() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def verify(path):
+    """ValueError if a part of the file does not have the checksum that torch.save() has written."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged:
+        raise ValueError(f"{damaged} is not as it was saved")
 
 
 def load_weights(model, weights):
@@ -2048,13 +2057,14 @@ def load_initial_weights(cfg, model):
     """--init: the weights of a checkpoint, or a state dict of others; says which do not fit."""
     try:
         weights = torch.load(cfg.init, map_location="cpu", weights_only=True)
-        if isinstance(weights.get("digests"), list):
-            verify(weights)
+        if zipfile.is_zipfile(cfg.init):
+            verify(cfg.init)
+        for key in ("model", "state_dict"):
+            if isinstance(weights.get(key), Mapping):
+                weights = weights[key]
     except Exception as error:
         text = f"cannot read --init {cfg.init}, a file of torch.save()"
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
-    for key in ("model", "state_dict"):
-        weights = weights.get(key, weights)
     own = model.state_dict()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     candidates = []
@@ -2062,7 +2072,7 @@ def load_initial_weights(cfg, model):
     for prefix in dict.fromkeys(["", *[name.partition(".")[0] + "." for name in own]]):
         found = {}
         for name, weight in weights.items():
-            name = prefix + name.removeprefix("module.")
+            name = prefix + name.removeprefix("module.").removeprefix("_orig_mod.")
             if torch.is_tensor(weight) and name in own and weight.shape == own[name].shape:
                 found[name] = weight
         candidates.append(found)
@@ -2263,8 +2273,8 @@ def option_value(parser, flag, key, text, value):
         return action.default
     words = [f"{flag}={text}"]
     if action.nargs == 0:
-        is_stored = isinstance(value, int) or value in (action.const, action.default)
-        if key == action.dest and is_stored:
+        is_stored = isinstance(value, bool) or value in (action.const, action.default)
+        if key == action.dest and (is_stored or isinstance(action, argparse._CountAction)):
             return value
         if isinstance(value, bool):
             words = [flag] * value

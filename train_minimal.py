@@ -6,8 +6,8 @@
 
 Each step uses the same samples on any number of GPUs. To save and stop: Ctrl-C, SIGTERM, SIGUSR1 or
 SIGUSR2 to any rank, or a file $STOP_FILE. The same command resumes, also on another number of GPUs,
-without losing or repeating a sample; the weights then differ by rounding only. For mixed precision,
-gradient accumulation, best checkpoints and bit-identical weights, use train_distributed.py.
+without losing or repeating a sample; without dropout or random augmentation, the weights differ by
+rounding only. For mixed precision, best checkpoints and bit-identical weights: train_distributed.py
 """
 
 import argparse
@@ -55,7 +55,7 @@ def build_parser():
     parser.add_argument("--epochs", type=int, default=5, help="passes over the training set")
     parser.add_argument("--global-batch-size", type=int, default=128, help="samples per step")
     parser.add_argument("--lr", type=float, default=0.03, help="at the start; a cosine to 0")
-    parser.add_argument("--save-every", type=int, default=100, help="steps; and after each epoch")
+    parser.add_argument("--save-every", type=int, default=100, help="steps; 0: after epochs only")
     return parser
 
 
@@ -85,13 +85,12 @@ def samples_of_steps(step, samples, batch, rank, world_size):
             step += 1
 
 
-def get_dataloader(dataset, indices, device):
+def get_dataloader(dataset, indices, device, seed):
     """Iterates over (images [b, 1, 28, 28], labels [b]); indices yields those of each batch."""
-    workers = 1  # more for image files
-    pinned = device.type == "cuda"
-    loader = DataLoader(dataset, batch_sampler=indices, num_workers=workers, pin_memory=pinned)
-    # Schedulers signal all processes of a job, but a rank needs its workers until it stops: they
-    # inherit that the signals are blocked.
+    random_numbers = torch.Generator().manual_seed(seed)  # of the workers
+    options = {"num_workers": 1, "pin_memory": device.type == "cuda", "generator": random_numbers}
+    loader = DataLoader(dataset, batch_sampler=indices, multiprocessing_context="fork", **options)
+    # Schedulers signal all processes of a job, but a rank needs its workers until it stops.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     batches = iter(loader)  # starts the workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -115,7 +114,7 @@ def evaluate(model, test_set, rank, world_size, device):
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, correct
     indices = BatchSampler(range(rank, len(test_set), world_size), 256, drop_last=False)
-    for images, labels in get_dataloader(test_set, indices, device):
+    for images, labels in get_dataloader(test_set, indices, device, seed=0):
         images, labels = images.to(device), labels.to(device)
         logits = model(images)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
@@ -162,7 +161,7 @@ def main():
         print(f"{world_size} x {device.type}: from step {step} to {last_step}", flush=True)
     ddp = nn.parallel.DistributedDataParallel(model)
     indices = samples_of_steps(step, samples, batch, rank, world_size)
-    batches = get_dataloader(train_set, indices, device)
+    batches = get_dataloader(train_set, indices, device, seed=step * world_size + rank)
     signals = []  # that this rank has received; before this point they end it, and nothing is lost
 
     def on_signal(number, _frame):
@@ -189,25 +188,24 @@ def main():
             group["lr"] = args.lr * (1 + math.cos(math.pi * step / last_step)) / 2
         torch.manual_seed(step * world_size + rank)  # for dropout: other masks at each step, rank
         images, labels = next(batches)
-        images, labels = images.to(device), labels.to(device)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         logits = ddp(images)
         loss = F.cross_entropy(logits, labels, reduction="sum")
         (loss * world_size / batch).backward()  # DDP averages over the ranks
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-
         sums[0] += loss.detach()
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += len(labels)
-        saves = step % args.save_every == 0 or step % steps_per_epoch == 0
+        saves = step % steps_per_epoch == 0 or (args.save_every and step % args.save_every == 0)
         if saves or step % EXCHANGE_EVERY == 0:
             sums[3] = bool(signals) or os.path.exists(os.environ.get("STOP_FILE", ""))
             dist.all_reduce(sums)  # so that all ranks stop after the same step
             loss, correct, count, stop = sums.tolist()
             sums.zero_()
-            if not math.isfinite(loss):
-                parser.error(f"the loss is not finite at step {step}: lower --lr")
+            if not math.isfinite(loss + sum(p.sum().item() for p in model.parameters())):
+                parser.error(f"the loss or a weight is not finite at step {step}: lower --lr")
             if rank == 0:
                 text = f"loss {loss / count:.4f}, accuracy {correct / count:.4f}"
                 speed = count / (time.time() - began)
@@ -219,6 +217,7 @@ def main():
 
     if rank == 0:
         print(f"{'stopped' if stop else 'finished'} at step {step} of {last_step}, saved {path}")
+    dist.barrier()  # rank 0 has saved: a launcher may end all ranks when one has ended
     dist.destroy_process_group()
 
 
@@ -226,5 +225,6 @@ if __name__ == "__main__":
     try:
         main()
     finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of the DataLoader: it would complain
         for worker in torch.multiprocessing.active_children():
             worker.kill()  # after an error, Python would send them SIGTERM, and wait forever

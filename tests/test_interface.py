@@ -238,11 +238,16 @@ REFUSED = {
     ),
     "old schedule": ("def lr_factor(self, cfg, epoch): return 1", "(cfg, step, total_steps)"),
     "sampler": (method("loader_options", "", "return {'sampler': 1}\n"), "Task.order()"),
+    "any order": (method("loader_options", "", "return {'in_order': False}\n"), "Task.order()"),
     "order": (method("order", "cfg, train_set, epoch, generator", "return [1, 2]"), "48 indices"),
     "floats": (method("order", "c, t, e, g", "return torch.rand(48)"), "48 indices"),
     "numpy": (
         method("data", "cfg", "self.spec = {'a': np.int64(3)}\nreturn super().data(cfg)"),
         "a checkpoint cannot hold numpy",
+    ),
+    "function": (
+        method("data", "cfg", "self.spec = {'a': lambda: 1}\nreturn super().data(cfg)"),
+        "cannot be saved",
     ),
     "type": ("def add_options(self, p): p.add_argument('--fast', type=bool)", "type=bool"),
     "no way back": (
@@ -290,6 +295,51 @@ def test_a_collate_fn_that_drops_samples_needs_a_count(tmp_path, capsys):
     run = train(tmp_path / "run", 1, *options, **counting)
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))[:48]
     assert run.records("epoch")[0]["count"] == (x[:, 0] > 0).sum()
+
+
+def train_here(directory: Path, code: str, *options: str) -> dict:
+    """The last checkpoint of a run in this process."""
+    trainer.main(task_of(code), [*EPOCHS, f"--checkpoint-dir={directory}", *options])
+    return torch.load(directory / "checkpoint_epoch_2.pt", weights_only=True)
+
+
+LISTS = IN_FILES + method(  # as for detection: images of several sizes
+    "loader_options", "", "return {'collate_fn': lambda rows: [list(part) for part in zip(*rows)]}"
+)
+LISTS += method(
+    "loss",
+    "model, batch",
+    "if isinstance(batch[0], list): batch = [torch.stack(part) for part in batch]\n"
+    "return super().loss(model, batch)",
+)
+
+
+def test_a_batch_of_lists_of_tensors_is_as_good_as_one_of_tensors(tmp_path):
+    lists = train_here(tmp_path / "lists", LISTS, "--num-workers=0")
+    assert_same_state(lists, train_here(tmp_path / "usual", "pass"))
+
+
+def test_counts_may_be_weights_below_one_and_a_mean_stays_a_mean(tmp_path):
+    for number, more in enumerate([[], ["--reproducible"]]):
+        weights = []
+        for count in (0.25, 1.0):
+            code = loss_and(f"return loss, {{'count': torch.tensor({count})}}")
+            run = train_here(tmp_path / f"{count}_{number}", code, *more)
+            weights.append(run["model"]["weight"])
+        assert torch.allclose(*weights)
+
+
+def test_another_optimizer_in_a_resumed_run_is_refused(tmp_path, capsys):
+    options = [*EPOCHS, "--stop-at-step=2"]
+    trainer.main(task_of(), [*options, f"--checkpoint-dir={tmp_path}"])
+    code = method(
+        "optimizer",
+        "cfg, model",
+        "groups = [{'params': [p]} for p in model.parameters()]\n"
+        "return torch.optim.SGD(groups, cfg.lr)",
+    )
+    message = refuse_here(capsys, tmp_path, *options, task=task_of(code))
+    assert message.startswith("the optimizer is not that of the checkpoint")
 
 
 OTHER_NAMES = loss_and("rank = os.environ['RANK']\nreturn loss, {f'seen_by_{rank}': 1}")
@@ -538,12 +588,12 @@ def load_initial(model: torch.nn.Module, weights: dict, file: Path) -> None:
     trainer.load_initial_weights(trainer.parse_config([f"--init={file}"]), model)
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "network.", "module.network."])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "network.", "module.network."])
 def test_initial_weights_may_be_a_plain_state_dict(tmp_path, prefix):
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     model = trainer.Normalized(network, mean=[0.0], std=[1.0])
     weights = {f"{prefix}1.weight": torch.full((2, 64), 0.25), f"{prefix}1.bias": torch.zeros(2)}
-    old = {"digests": {}, "model": weights}  # a checkpoint of an older version of the trainer
+    old = {"model": "linear", "state_dict": weights}  # as others save it
     load_initial(model, weights if prefix else old, tmp_path / "weights.pt")
     assert (network[1].weight == 0.25).all()
     with pytest.raises(trainer.UserError, match="no weight fits .*other.weight"):
@@ -574,22 +624,33 @@ def add_options(self, parser):
     add("--no-mixup", dest="mixup", action="store_false")
     add("--tag", action="append")
     add("--crop", default=(3, 4))
+    add("--widths", type=lambda text: [int(n) for n in text.split(",")], default=[1])
     add("--images", type=self.Path, default=self.Path("photos"))
     add("--color", type=self.Color, default=self.Color.RED)
     add("--needed", required=True)
 
 def model(self, cfg):
     names = [cfg.images.name, cfg.color.name, cfg.needed]
-    print("seen", [cfg.hidden_dim, cfg.decay, cfg.mixup, cfg.tag, *names], flush=True)
+    numbers = [cfg.hidden_dim, cfg.decay, cfg.widths]
+    print("seen", [*numbers, cfg.mixup, cfg.tag, *names], flush=True)
     return super().model(cfg)
 """
-GIVEN = ["--hidden_dim=3", "--decay-rate=0.5", "--no-mixup", "--tag=x", "--tag=y", "--color=blue"]
+GIVEN = [
+    "--hidden_dim=3",
+    "--decay-rate=0.5",
+    "--widths=2,3",
+    "--no-mixup",
+    "--tag=x",
+    "--tag=y",
+    "--color=blue",
+    "--needed=n",
+]
 
 
 def test_options_of_any_type_survive_config_yaml_and_a_checkpoint(tmp_path):
-    expected = "seen [3, 0.5, False, ['x', 'y'], 'photos', 'BLUE', 'n']"
+    expected = "seen [3, 0.5, [2, 3], False, ['x', 'y'], 'photos', 'BLUE', 'n']"
     one = ["--epochs=1", "--batch-size=8"]
-    first = train(tmp_path / "run", 1, *one, *GIVEN, "--needed=n", **small(OPTIONS))
+    first = train(tmp_path / "run", 1, *one, *GIVEN, **small(OPTIONS))
     assert expected in first.out[0]
     config = f"--config={tmp_path}/run/config.yaml"
     again = train(tmp_path / "again", 1, config, **small(OPTIONS))
@@ -598,7 +659,9 @@ def test_options_of_any_type_survive_config_yaml_and_a_checkpoint(tmp_path):
     evaluated = launch(tmp_path / "none", 1, *words, **small(OPTIONS))
     assert evaluated.codes == [0] and expected in evaluated.out[0], evaluated.err
     flags = tmp_path / "flags.yaml"
-    flags.write_text("hidden-dim: 3\ndecay_rate: 0.5\nno_mixup: true\ntag: [x, y]\ncolor: blue\n")
+    flags.write_text(
+        "hidden-dim: 3\ndecay_rate: 0.5\nwidths: 2,3\nno_mixup: true\ntag: [x, y]\ncolor: blue\n"
+    )
     by_flags = [f"--config={flags}", *one, "--needed=n"]
     assert expected in train(tmp_path / "flags", 1, *by_flags, **small(OPTIONS)).out[0]
 

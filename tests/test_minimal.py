@@ -172,7 +172,8 @@ def is_alive(pid: int) -> bool:
         (1, ["--data-dir=absent"], "cannot read MNIST/raw in --data-dir absent"),
         (2, ["--global-batch-size=1"], "--global-batch-size is not from 2 (ranks) to 203"),
         (1, ["--global-batch-size=204"], "--global-batch-size is not from 1 (ranks) to 203"),
-        (1, ["--lr=1e30"], "the loss is not finite at step 4: lower --lr"),
+        (1, ["--lr=1e30"], "the loss or a weight is not finite at step 4: lower --lr"),
+        (1, ["--lr=1e39", "--save-every=1"], "the loss or a weight is not finite at step 1: lower"),
         (1, ["--config=a.yaml"], "unrecognized arguments: --config=a.yaml"),
     ],
 )

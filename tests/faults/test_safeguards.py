@@ -122,7 +122,7 @@ TRAINER = {
     "damaged weights are found": (
         "faults/test_damage.py",
         " differs$",
-        "t.digests_in = lambda checkpoint: []",
+        "t.verify = lambda path: None",
     ),
     "files are written under another name first": (
         "faults/test_kills.py -k inside_a_save",
