@@ -142,7 +142,7 @@ class Task:
     spec: dict = {}
     # The metric of report() by which best.pt is chosen and --patience counts.
     best = "accuracy"
-    best_is_lowest = False
+    best_is_lowest = False  # needed for other metrics than losses, whose names end with "loss"
 
     # Set by the trainer on every rank, before each step and evaluation, and by load_model():
     cfg: argparse.Namespace  # the options
@@ -468,6 +468,8 @@ def train(task, cfg, world):
             arguments = (loss_of, optimizer, scaler, batches, sums, state.step, exchange)
             train_step(cfg, world, stream, *arguments)
             state.step += 1
+            if state.step == saver.start_step + 1:  # the optimizer has more to save now
+                on_rank_0(saver.try_to_save, state, model, optimizer, scaler)
             state.is_due = stream.is_evaluated(state.step)
             every = cfg.checkpoint_every_steps
             saves = state.is_due or state.step == last_step or (every and state.step % every == 0)
@@ -521,7 +523,7 @@ def train_step(cfg, world, stream, loss_of, optimizer, scaler, batches, sums, st
         sums.add(step // cfg.log_every_steps, loss, values, batch, cfg.batch_size)
         if "count" not in values:
             return loss
-        counts.append(values["count"].to(loss.device))
+        counts.append(values["count"].to(loss.device, torch.float32))
         return loss * counts[-1]
 
     if cfg.reproducible:
@@ -618,6 +620,9 @@ def parameters_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+NO_BATCH = object()  # what settle_buckets() uses
+
+
 class LossOf(nn.Module):
     """Task.loss() as a module for DDP: loss() gets the plain model on any number of ranks.
 
@@ -634,7 +639,7 @@ class LossOf(nn.Module):
         self.autocast = functools.partial(torch.autocast, world.device.type, dtype, enabled)
 
     def forward(self, batch):
-        if batch is None:  # of settle_buckets()
+        if batch is NO_BATCH:
             return sum(p.sum().abs() * 0 for p in self.parameters() if p.requires_grad)
         with self.autocast():
             result = self.task.loss(self.model, batch)
@@ -762,7 +767,7 @@ def judge_evaluation(task, cfg, state, sums, metrics, saver):
         return ""
     if task.best in values:
         score = values[task.best]
-        if task.best_is_lowest:
+        if task.best_is_lowest or task.best.endswith("loss"):
             score = -score
         state.evaluations_since_best += 1
         if math.isnan(score):
@@ -860,6 +865,11 @@ def build_optimizer(task, cfg, model):
         )
     check_arguments(task.lr_factor, "cfg", "step", "total_steps")
     known = set(parameters_of(optimizer))
+    if known - set(model.parameters()):
+        raise UserError(
+            "Task.optimizer() has parameters that are not in the model, and so in no checkpoint: "
+            "make them a part of what Task.model() returns"
+        )
     others = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
     if others:
         warn_once(
@@ -1065,8 +1075,13 @@ class SampleStream:
         order = self.task.order(self.cfg, self.train_set, epoch, generator)
         if not isinstance(order, torch.Tensor):
             order = torch.tensor(list(order))
-        is_index = not order.is_floating_point() and order.shape == (self.samples,)
-        if not is_index or order.min() < 0 or order.max() >= self.samples:
+        is_mask = order.is_floating_point() or order.dtype == torch.bool
+        if (
+            is_mask
+            or order.shape != (self.samples,)
+            or order.min() < 0
+            or order.max() >= self.samples
+        ):
             raise UserError(
                 f"Task.order() must return {self.samples} indices from 0 to {self.samples - 1}"
             )
@@ -1308,7 +1323,7 @@ def settle_buckets(ddp):
     # These note which parameters are used, or expect gradients that are sparse.
     if ddp.static_graph or any(getattr(part, "sparse", False) for part in ddp.modules()):
         return
-    ddp(None).backward()
+    ddp(NO_BATCH).backward()
     ddp.zero_grad()
 
 
@@ -1386,8 +1401,10 @@ class Sums:
             parts = batch if isinstance(batch, (tuple, list)) else [batch]
             if isinstance(batch, Mapping):
                 parts = batch.values()
-            tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-            sizes = {size for tensor in tensors for size in tensor.shape[:2]}  # [b, t] or [t, b]
+            tensors = [part for part in parts if isinstance(part, torch.Tensor) and part.dim()]
+            sizes = {tensor.shape[0] for tensor in tensors}
+            if all(tensor.dim() > 1 for tensor in tensors):  # may be [t, b]
+                sizes |= {tensor.shape[1] for tensor in tensors}
             if samples and sizes and samples not in {len(parts), *sizes}:
                 raise UserError(
                     f"{samples} samples became a batch of {max(sizes)}: if a collate_fn drops "
@@ -2041,12 +2058,13 @@ def verify(path):
 
 
 def load_weights(model, weights):
-    """load_state_dict(), also for buffers that have grown."""
+    """load_state_dict(), also for buffers that have appeared or grown."""
+    device = next(model.parameters()).device
     for name, module in model.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
+        for leaf, buffer in module._buffers.items():
             saved = weights.get(f"{name}.{leaf}" if name else leaf)
-            if saved is not None and saved.shape != buffer.shape:
-                module._buffers[leaf] = saved.to(buffer.device, copy=True)
+            if saved is not None and (buffer is None or saved.shape != buffer.shape):
+                module._buffers[leaf] = saved.to(device, copy=True)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -2241,7 +2259,7 @@ def read_config(file, task):
         content = Path(file).read_text(encoding="utf-8")
         texts = yaml.load(content, yaml.BaseLoader) or {}
         values = yaml.safe_load(content) or {}
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read --config {file} ({error})") from None
     if not isinstance(texts, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
@@ -2271,7 +2289,7 @@ def option_value(parser, flag, key, text, value):
     action = parser._option_string_actions[flag]
     if value is None:
         return action.default
-    words = [f"{flag}={text}"]
+    words = [f"{flag}={value if isinstance(value, float) else text}"]  # .inf: inf
     if action.nargs == 0:
         is_stored = isinstance(value, bool) or value in (action.const, action.default)
         if key == action.dest and (is_stored or isinstance(action, argparse._CountAction)):
@@ -2279,12 +2297,14 @@ def option_value(parser, flag, key, text, value):
         if isinstance(value, bool):
             words = [flag] * value
     elif isinstance(action, argparse._AppendAction) and isinstance(text, list):
-        action.default = None  # which they replace
+        action.default = []  # which they replace
         words = [f"{flag}={part}" for part in text]
     elif isinstance(text, list) and action.nargs:
         words = [flag, *text]
     elif isinstance(text, list) and isinstance(action.default, (list, tuple)):
         return value  # as a type of the task makes it from one text
+    elif isinstance(text, (list, dict)):
+        raise UserError(f"it takes one value, not {name_of(value)}")
     return getattr(parser.parse_args(words), action.dest)
 
 
@@ -2297,6 +2317,7 @@ def main(task: Task | None = None, argv: list[str] | None = None):
     handlers = {number: signal.getsignal(number) for number in numbers}
     timer = None
     try:
+        task.spec = dict(task.spec)  # of this task alone
         cfg = parse_config(sys.argv[1:] if argv is None else argv, task)
         timer = HangTimer(cfg)
         configure_torch(cfg)
@@ -2316,6 +2337,8 @@ def main(task: Task | None = None, argv: list[str] | None = None):
             time.sleep(5)  # let rank 0 exit first: then its launcher ends this rank
         log(f"{Path(sys.argv[0]).name}: error: {error}", sys.stderr)
         raise SystemExit(2) from error
+    except KeyboardInterrupt:  # before the handlers of signals are set
+        raise SystemExit(130) from None
     finally:  # a notebook, for example, goes on after main()
         if timer:
             timer.is_over.set()

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,22 @@ REFUSED = {
     "old schedule": ("def lr_factor(self, cfg, epoch): return 1", "(cfg, step, total_steps)"),
     "sampler": (method("loader_options", "", "return {'sampler': 1}\n"), "Task.order()"),
     "any order": (method("loader_options", "", "return {'in_order': False}\n"), "Task.order()"),
+    "mask": (method("order", "c, t, e, g", "return torch.ones(48) > 0"), "48 indices"),
+    "elsewhere": (
+        "def optimizer(self, c, model): return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])",
+        "not in the model",
+    ),
+    "state of the first step": (
+        method(
+            "optimizer",
+            "cfg, model",
+            "optimizer = super().optimizer(cfg, model)\n"
+            "count = lambda *_: optimizer.state[model.weight].update(n=np.float64(1))\n"
+            "optimizer.register_step_post_hook(count)\n"
+            "return optimizer",
+        ),
+        "a checkpoint cannot hold numpy",
+    ),
     "order": (method("order", "cfg, train_set, epoch, generator", "return [1, 2]"), "48 indices"),
     "floats": (method("order", "c, t, e, g", "return torch.rand(48)"), "48 indices"),
     "numpy": (
@@ -320,13 +337,51 @@ def test_a_batch_of_lists_of_tensors_is_as_good_as_one_of_tensors(tmp_path):
 
 
 def test_counts_may_be_weights_below_one_and_a_mean_stays_a_mean(tmp_path):
-    for number, more in enumerate([[], ["--reproducible"]]):
+    for more in ([], ["--reproducible"]):
         weights = []
-        for count in (0.25, 1.0):
+        for number, count in enumerate(["1", "0.25", "4e4, dtype=torch.float16"]):
             code = loss_and(f"return loss, {{'count': torch.tensor({count})}}")
-            run = train_here(tmp_path / f"{count}_{number}", code, *more)
+            run = train_here(tmp_path / f"{number}{len(more)}", code, *more)
             weights.append(run["model"]["weight"])
-        assert torch.allclose(*weights)
+        for weight in weights[1:]:
+            assert torch.allclose(weight, weights[0])
+
+
+x, y = torch.ones(8, 3), torch.ones(8)
+BATCHES = [x, [x, y], {"x": x, "y": y}, [x.expand(5, 8, 3), y], [x.T, x.T], [x.T] * 8, [[y], "a"]]
+BATCHES += [None, [x, torch.ones(21, 6)]]
+DROPPED = [x[:5], [x[:5], y[:5]], {"x": torch.ones(5, 8), "y": y[:5]}]
+
+
+@pytest.mark.parametrize("batch", BATCHES + DROPPED)
+def test_a_batch_that_lacks_samples_is_known_by_its_tensors(batch):
+    lacks = any(batch is each for each in DROPPED)
+    with pytest.raises(trainer.UserError) if lacks else nullcontext():
+        trainer.Sums().add(0, torch.tensor(1.0), {}, batch, 8)
+
+
+APPEARS = method(
+    "model", "cfg", "model = super().model(cfg)\nmodel.register_buffer('n', None)\nreturn model"
+)
+APPEARS += loss_and("model.n = x.mean(0)\nreturn loss, {}")
+
+
+def test_buffers_that_appear_in_the_first_step_are_resumed(tmp_path):
+    whole = train_here(tmp_path / "whole", APPEARS)
+    options = [*EPOCHS, f"--checkpoint-dir={tmp_path}/run", "--stop-at-step=2"]
+    trainer.main(task_of(APPEARS), options)
+    assert_same_state(train_here(tmp_path / "run", APPEARS), whole)
+
+
+def test_the_spec_of_one_task_is_not_that_of_the_next(tmp_path):
+    code = method("data", "cfg", "self.spec['n'] = 1\nreturn super().data(cfg)")
+    assert train_here(tmp_path / "one", code)["spec"] == {"n": 1}
+    assert train_here(tmp_path / "two", "pass")["spec"] == {}
+
+
+def test_the_best_loss_is_the_lowest_one(tmp_path):
+    last = train_here(tmp_path, "best_is_lowest = False")
+    assert_same_state(torch.load(tmp_path / "best.pt", weights_only=True), last)
 
 
 def test_another_optimizer_in_a_resumed_run_is_refused(tmp_path, capsys):
@@ -674,7 +729,7 @@ def test_options_of_any_type_survive_config_yaml_and_a_checkpoint(tmp_path):
         ("fast: true\nloud: 3", True, 3),
         ("no_fast: True", False, 0),
         ("no-fast: false", True, 0),
-        ("mode: null\nloud: 0", True, 0),
+        ("mode: null\nloud: 0\ntags: []\nlimit: .inf", True, 0),
     ],
 )
 def test_a_config_file_sets_switches_by_their_flags_and_by_where_they_are_stored(
@@ -686,9 +741,12 @@ def test_a_config_file_sets_switches_by_their_flags_and_by_where_they_are_stored
             parser.add_argument("--no-fast", dest="mode", action="store_false")
             parser.add_argument("--loud", action="count", default=0)
 
+            parser.add_argument("--tags", action="append", default=[])
+            parser.add_argument("--limit", type=float, default=float("inf"))
+
     (tmp_path / "options.yaml").write_text(text)
     cfg = trainer.parse_config([f"--config={tmp_path}/options.yaml"], Task())
-    assert (cfg.mode, cfg.loud) == (mode, loud)
+    assert (cfg.mode, cfg.loud, cfg.tags, cfg.limit) == (mode, loud, [], float("inf"))
 
 
 def test_a_spec_may_hold_tensors_and_nan(tmp_path):
