@@ -242,7 +242,7 @@ REFUSED = {
     "any order": (method("loader_options", "", "return {'in_order': False}\n"), "Task.order()"),
     "mask": (method("order", "c, t, e, g", "return torch.ones(48) > 0"), "48 indices"),
     "elsewhere": (
-        "def optimizer(self, c, model): return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])",
+        method("optimizer", "c, m", "return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])"),
         "not in the model",
     ),
     "state of the first step": (

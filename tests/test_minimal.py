@@ -173,7 +173,7 @@ def is_alive(pid: int) -> bool:
         (2, ["--global-batch-size=1"], "--global-batch-size is not from 2 (ranks) to 203"),
         (1, ["--global-batch-size=204"], "--global-batch-size is not from 1 (ranks) to 203"),
         (1, ["--lr=1e30"], "the loss or a weight is not finite at step 4: lower --lr"),
-        (1, ["--lr=1e39", "--save-every=1"], "the loss or a weight is not finite at step 1: lower"),
+        (1, ["--lr=1e38", "--save-every=1"], "the loss or a weight is not finite at step 1: lower"),
         (1, ["--config=a.yaml"], "unrecognized arguments: --config=a.yaml"),
     ],
 )
