@@ -352,25 +352,26 @@ def path(text: str) -> str:
     return text
 
 
-def number(name: str, kind: type, lowest: float, highest: float) -> Callable:
-    """The type of this name: an int or a float from the lowest number to the highest."""
+def number(kind: type, lowest: float, highest: float) -> Callable:
+    """The type of an int or a float from the lowest number to the highest."""
 
     def convert(text: str):
-        value = kind(text)
-        if not lowest <= value <= highest:  # also if it is NaN
-            raise ValueError
-        return value
+        with suppress(ValueError):
+            value = kind(text)
+            if lowest <= value <= highest:  # not if it is NaN
+                return value
+        text = f"{text!r} is not of type {kind.__name__}, from {lowest} to {highest}"
+        raise argparse.ArgumentTypeError(text)
 
-    convert.__name__ = name
     return convert
 
 
-integer = number("integer", int, -(2**63), 2**63 - 1)
-positive_int = number("positive_int", int, 1, 2**31 - 1)
-not_negative_int = number("not_negative_int", int, 0, 2**31 - 1)
-positive = number("positive", float, 1e-9, 2**31)
-not_negative = number("not_negative", float, 0, math.inf)
-fraction = number("fraction", float, 0, 1)
+integer = number(int, -(2**63), 2**63 - 1)
+positive_int = number(int, 1, 2**31 - 1)
+not_negative_int = number(int, 0, 2**31 - 1)
+positive = number(float, 1e-9, 2**31)
+not_negative = number(float, 0, math.inf)
+fraction = number(float, 0, 1)
 
 
 # ----------------------------------------------------------------------------------- TRAINING
@@ -2114,7 +2115,9 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
     checkpoint = load_checkpoint(Path(path))
     name = type(task).__name__
     if checkpoint["task"] != name:
-        raise UserError(f"{path} is of the task {checkpoint['task']}, not {name}: pass that task")
+        raise UserError(
+            f"{path} is of the task {checkpoint['task']}, not {name}: run its script, or pass that task"
+        )
     task.spec = checkpoint["spec"]
     task.step = checkpoint["state"]["step"]
     task.total_steps = checkpoint.get("total_steps", 0)
