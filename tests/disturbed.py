@@ -16,8 +16,8 @@ import torch
 from harness import REPO, processes_by_kind, steps_of, wait_for_step, wait_until
 
 REPEATS = int(os.environ.get("REPEATS", 1))
-STEPS = 139  # of the whole training
-OPTIONS = ["--image-size=32", "--batch-size=4", "--global-batch-size=8", "--epochs=30"]
+STEPS = 70  # of the whole training
+OPTIONS = ["--image-size=32", "--batch-size=4", "--global-batch-size=8", "--epochs=15"]
 OPTIONS += ["--num-workers=1", "--checkpoint-every-steps=3", "--log-every-steps=1"]
 HANG_TIMEOUT = 20  # seconds
 STOPPED_SECONDS = 4  # as after Ctrl-Z and `fg`
@@ -66,7 +66,7 @@ class Training:
         return 0
 
     def weights(self) -> dict:
-        path = self.run / "checkpoint_epoch_30.pt"
+        path = self.run / "checkpoint_epoch_15.pt"
         return torch.load(path, weights_only=True)["model"]
 
     def kill_all(self) -> None:

@@ -34,7 +34,7 @@ export SLURM="${SLURM:-}"
 
 # By default, pytest keeps the files of three runs: 11 GB.
 pytest=("$VENV/bin/python" -m pytest -q -ra --durations=15 -o tmp_path_retention_count=1)
-output="" # file with the output of a session of pytest in the background
+outputs="" # directory with the output of each session of pytest
 
 print_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
@@ -60,39 +60,41 @@ lint() {
   "$bin/shfmt" -d -i 2 -ci "${scripts[@]}" .ci/run
 }
 
-# The cluster tests mostly wait for Slurm, so they run beside the others, with some of those, so that both
-# halves take equally long: the faults, but not with --long, which makes hundreds of them. Their output
-# comes last.
-run_two_halves() {
-  local cluster others results=(passed passed)
-  local half=(tests/cluster tests/test_docs.py)
-  if [[ -z "${FAULTS:-}" ]]; then
-    half+=(tests/faults)
+# Cluster tests mostly wait for Slurm, and launch tests for time limits, so three sessions of pytest share
+# the cores. The output of the first two comes last.
+run_side_by_side() {
+  local cluster=(tests/cluster tests/test_docs.py)
+  local launch=(tests/test_{guard,launchers,supervise,slow_ranks,check_training,doctor_findings}.py)
+  local others=(tests "${cluster[@]/#/--ignore=}" "${launch[@]/#/--ignore=}")
+  local sessions=() failed=""
+  outputs="$(mktemp -d)"
+  "${pytest[@]}" "${cluster[@]}" &>"$outputs/cluster" &
+  sessions+=("$!")
+  "${pytest[@]}" "${launch[@]}" &>"$outputs/launch" &
+  sessions+=("$!")
+  "${pytest[@]}" "${others[@]}" &
+  wait "$!" || failed="$failed others"
+  wait "${sessions[0]}" || failed="$failed cluster"
+  wait "${sessions[1]}" || failed="$failed launch"
+  print_outputs
+  if [[ -n "$failed" ]]; then
+    echo "run.sh: error: failed:$failed" >&2
+    return 1
   fi
-  output="$(mktemp)"
-  "${pytest[@]}" "${half[@]}" &>"$output" &
-  cluster="$!"
-  "${pytest[@]}" tests "${half[@]/#/--ignore=}" &
-  others="$!"
-  wait "$others" || results[0]=FAILED
-  wait "$cluster" || results[1]=FAILED
-  print_output
-  echo "${half[*]}: ${results[1]}; the others, printed before them: ${results[0]}"
-  [[ "${results[*]}" != *FAILED* ]]
 }
 
-print_output() {
-  cat "$output"
-  rm "$output"
+print_outputs() {
+  tail -n +1 "$outputs"/* # each begins with its name
+  rm -r "$outputs"
 }
 
 # After Ctrl-C, SIGTERM or SIGHUP: each session of pytest ends its test and its clusters.
 interrupted() {
   trap '' INT TERM HUP
-  if [[ -n "$output" ]]; then
+  if [[ -n "$outputs" ]]; then
     jobs -p | xargs --no-run-if-empty kill -TERM || true # one may have ended
     wait
-    print_output
+    print_outputs
   fi
   echo "run.sh: error: interrupted" >&2
   exit 130
@@ -123,7 +125,7 @@ main() {
   done
   lint
   if (($# == 0)) && [[ -n "${CLUSTER_TESTS:-}" ]]; then
-    run_two_halves
+    run_side_by_side
   else
     exec "${pytest[@]}" "$@"
   fi

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 import torch
-from torchvision.models import resnet18
+from torchvision.models import resnet
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,7 +32,8 @@ class ResNet(Task):
     """Digits, with BatchNorm, whose statistics differ between ranks."""
 
     def model(self, cfg):
-        return Normalized(resnet18(num_classes=10), mean=[0.1307] * 3, std=[0.3081] * 3)
+        network = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
+        return Normalized(network, mean=[0.1307] * 3, std=[0.3081] * 3)
 
     def blocks(self, model):
         return Images.blocks(self, model)

@@ -80,18 +80,6 @@ def test_quickstart_does_not_keep_a_torch_and_a_torchvision_that_do_not_fit(tmp_
     assert len(lines) == 9 and all(line.startswith("0  ") for line in lines), lines
 
 
-def test_plots_compare_runs(tmp_path):
-    runs = [write_run(tmp_path / name, [{"loss": 2.0}, {"loss": 1.0}], []) for name in "ab"]
-    plot = [sys.executable, REPO / "scripts/plot_metrics.py"]
-    result = run(*plot, *runs, "-o", tmp_path / "both.png")
-    assert (result.returncode, result.stdout) == (0, f"Wrote {tmp_path}/both.png\n"), result.stderr
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    result = run(*plot, runs[0], tmp_path / "absent")
-    assert result.returncode == 2
-    error = f"No such file or directory: '{tmp_path}/absent/metrics.jsonl'\n"
-    assert result.stderr.endswith(error), result.stderr
-
-
 @pytest.fixture
 def drawn_panels(monkeypatch):
     """A function that draws runs and returns {title: (labels, scale of the y axis)}."""
@@ -163,19 +151,25 @@ def test_a_record_of_a_single_step_is_no_point(tmp_path):
     assert steps == [80, 100, 120, 140, 160, 171]
 
 
-def test_user_errors_of_the_plot_are_one_sentence_after_the_usage(tmp_path):
-    script = REPO / "scripts/plot_metrics.py"
+def test_runs_are_compared_and_user_errors_are_one_sentence(tmp_path, monkeypatch, capsys):
+    script = load(REPO / "scripts/plot_metrics.py")
+    runs = [write_run(tmp_path / name, [{"loss": 2.0}, {"loss": 1.0}], []) for name in "ab"]
     (tmp_path / "metrics.jsonl").write_text('{"kind": "tr')
-    good = write_run(tmp_path / "run", [{"loss": 1.0}], [])
+    monkeypatch.setattr(sys, "argv", ["plot_metrics.py", *map(str, runs), f"-o{tmp_path}/2.png"])
+    script.main()
+    assert capsys.readouterr().out == f"Wrote {tmp_path}/2.png\n"
+    assert (tmp_path / "2.png").read_bytes().startswith(b"\x89PNG")
     for words, message in (
         ([tmp_path], "metrics.jsonl has no records yet"),
-        ([good, "-o", tmp_path / "absent/plot.png"], "[Errno 2] No such file or directory: "),
-        ([good, "-o", tmp_path / "plot.doc"], "Format 'doc' is not supported"),
+        ([runs[0], tmp_path / "absent"], "[Errno 2] No such file or directory: "),
+        ([runs[0], "-o", tmp_path / "absent/plot.png"], "[Errno 2] No such file or directory: "),
+        ([runs[0], "-o", tmp_path / "plot.doc"], "Format 'doc' is not supported"),
     ):
-        result = run(sys.executable, script, *words)
-        assert result.returncode == 2 and "Traceback" not in result.stderr
-        last_line = result.stderr.splitlines()[-1]
-        assert last_line.startswith(f"plot_metrics.py: error: {message}"), result.stderr
+        monkeypatch.setattr(sys, "argv", ["plot_metrics.py", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            script.main()
+        last_line = capsys.readouterr().err.splitlines()[-1]
+        assert last_line.startswith(f"plot_metrics.py: error: {message}") and ended.value.code == 2
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: str(path.relative_to(REPO)))

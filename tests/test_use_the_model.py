@@ -1,12 +1,9 @@
 """The code of "Use the model" in docs/MAKE_IT_YOURS.md runs, and predicts what was evaluated."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from harness import REPO, train
+from harness import NO_LAUNCHER, PLAIN, REPO, run_ranks, train
 from pages import blocks, section
 
 PAGE = section((REPO / "docs/MAKE_IT_YOURS.md").read_text(), "Use the model")
@@ -29,18 +26,21 @@ def work(tmp_path_factory):
     return directory
 
 
-def run(work, *command) -> str:
-    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run(work, *words: str, code: str = "") -> str:
+    """What the trainer prints there, or this code in its place."""
+    before = f"import os; os.chdir({str(work)!r})\n{code}"
+    if code:
+        before += "\nraise SystemExit"
+    result = run_ranks(1, PLAIN[1], *words, env=lambda _: NO_LAUNCHER, before=before)
+    assert result.codes == [0], result.err
+    return result.out[0]
 
 
 def test_the_code_of_the_page_runs_in_order(work):
     pytest.importorskip("onnxruntime", reason="tests/run.sh installs it")
     python = [text for kind, text in blocks(PAGE) if kind == "python"]
     code = "\n".join(text for text in python if "photo.jpg" not in text)
-    out = run(work, sys.executable, "-c", code + CHECK)
+    out = run(work, code=code + CHECK)
     assert len(re.findall(r"^\d \(\d+\.\d%\), correct: \d$", out, re.M)) == 8, out
     assert float(re.search(r"largest difference: (\S+)", out)[1]) < 1e-4
     record = (work / "runs/one/metrics.jsonl").read_text().splitlines()[-1]
@@ -59,15 +59,16 @@ def test_an_image_file_is_prepared_as_for_the_evaluation(work, images):
     before = "import torch\nfrom train_distributed import load_model, parse_config\n"
     check = f"_, test_set = Images().data(parse_config({options}, Images()))\n"
     check += "print(logits.shape, torch.equal(image, test_set[0][0]))\n"
-    out = run(work, sys.executable, "-c", before + code + check)
+    out = run(work, code=before + code + check)
     assert out == "torch.Size([1, 3]) True\n"
 
 
 def test_the_command_that_evaluates_prints_the_metrics_of_the_training(work):
     (command,) = [text for kind, text in blocks(PAGE) if kind == "bash"]
     before = sorted(path.stat().st_mtime_ns for path in work.rglob("*"))
-    words = command.split()
-    out = run(work, sys.executable, str(REPO / words[1]), *words[2:])
+    program, *words = command.removeprefix("python ").split()
+    assert program == "train_distributed.py"
+    out = run(work, *words)
     record = (work / "runs/one/metrics.jsonl").read_text().splitlines()[-1]
     loss = float(re.search(r'"test_loss": ([\d.]+)', record)[1])
     assert out.startswith("Starting distributed") and f"_1.pt: loss {loss:.5g}, accuracy " in out
