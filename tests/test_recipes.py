@@ -106,8 +106,9 @@ def test_a_program_trains_stops_and_resumes(heading, clone):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ACCELERATE)
-def test_the_scripts_that_accelerate_tests_itself_with_pass(name, clone):
+def test_the_scripts_that_accelerate_tests_itself_with_pass(name, clone, monkeypatch):
     require("accelerate")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     run_to_the_end(lines_of("Accelerate")[0].replace("test_sync", f"test_{name}"), clone)
 
 
