@@ -22,7 +22,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - warns when a node's memory is nearly used up, and says which process grew most;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
 - in an srun step, turns SIGUSR1 and SIGUSR2 into STOP_SIGNAL, unless the script handles them;
-- records why the first rank failed, for scripts/supervise.py and torchrun.
+- records why the first rank failed, for scripts/supervise.py and cluster_train.sh.
 
 Environment:
     SHARE_GPU     1: several ranks on one GPU, to debug: slow                []
@@ -39,7 +39,7 @@ Environment:
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
                   that has failed, and ranks that do not train one model    []
-    SIGNALS_FILE  where a byte is added for each signal that the script handles []
+    STOP_FILE     tells supervise.py, too, that Slurm has signaled the ranks only []
     STOP_SIGNAL   the signal after which the script saves and exits: TERM, USR1, USR2  [TERM]
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 """
@@ -75,6 +75,7 @@ import memory
 import node_check
 import slow_ranks
 from hang import HangWatch
+from processes import end_with_parent
 from report import (
     HOST,
     LOOPBACK,
@@ -90,6 +91,7 @@ from report import (
     whole_number,
     write_event,
     write_failure,
+    write_stop,
 )
 
 LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
@@ -102,8 +104,15 @@ DUPLICATE_GPU = re.compile(r"Duplicate GPU detected : rank (\d+) and rank (\d+)"
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 MAX_RANKS = 1_000_000
-OWN_MODULES = ("check_training", "hang", "memory", "node_check", "report", "slow_ranks")
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
+OWN_MODULES = (
+    "check_training",
+    "hang",
+    "memory",
+    "node_check",
+    "processes",
+    "report",
+    "slow_ranks",
+)
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
 KEPT_BYTES = 384 << 20  # of freed memory; if more is free, all of it is returned
@@ -195,28 +204,22 @@ def exit_with(error: BaseException) -> None:
 def forward_stop_signals() -> None:
     """In an srun step, turn SIGUSR1 and SIGUSR2 into STOP_SIGNAL, as run_torchrun.py does.
 
-    srun ends its step at SIGTERM, but forwards these two. The script may replace these handlers. In
-    SIGNALS_FILE, supervise.py finds the signals that Slurm has sent to the ranks only.
+    srun ends its step at SIGTERM, but forwards these two. The script may replace these handlers.
     """
     if is_srun_step(os.environ):
         for number in {signal.SIGUSR1, signal.SIGUSR2} - {stop_signal()}:
             signal.signal(number, forward_stop)
-    file = os.environ.get("SIGNALS_FILE")
-    if file:
-        with suppress(OSError):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
-            signal.set_wakeup_fd(os.open(file, flags), warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=forget_stop_signals)
 
 
-def forward_stop(_number: int, _frame) -> None:
+def forward_stop(number: int, _frame) -> None:
+    write_stop(number)
     os.kill(os.getpid(), stop_signal())
 
 
 def forget_stop_signals() -> None:
     """In a child, such as a loader worker: a signal to it is none to the rank."""
     with suppress(ValueError):  # not in the main thread
-        signal.set_wakeup_fd(-1)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is forward_stop:
                 signal.signal(number, signal.SIG_IGN)
@@ -325,7 +328,7 @@ def configure_process(world: dict[str, int]) -> None:
         return
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent()
     cores = sorted(os.sched_getaffinity(0))
     by_srun = os.environ.get("SLURM_CPU_BIND_TYPE") == "none"  # slurm_train_multinode.sh
     if by_torchrun or by_srun or len(cores) == os.cpu_count():  # the rank is not bound yet
@@ -660,12 +663,6 @@ def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> No
         )
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:  # torchrun prints its content at the end
-        facts = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-        content = {"message": {"message": reason, "extraInfo": facts}}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps(content))
     if cause == "exception" and GPU_ERROR.search(reason):
         report_gpu(rank, reason)
 

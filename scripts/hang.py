@@ -17,10 +17,10 @@ from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 
+from processes import parent_of
 from report import (
     HOST,
     has_gpu,
-    parent_of,
     ranks_by_host,
     say,
     seconds,
@@ -39,7 +39,6 @@ COMPILING_CODE = re.compile(  # is on the stack only while it compiles
     r"|/triton/compiler/"
 )
 NCCL_TIMEOUT = 600  # seconds that PyTorch gives a collective of NCCL; gloo: 1,800
-READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS")  # by PyTorch
 NAMES = 20  # names of collectives in a note, before and after the first incomplete one
 RECORDERS = ("nccl", "nccl2", "nccl-lazy", "xccl", "gloo")  # PyTorch's, from 2.15 on
 EQUAL_SIZES = re.compile("reduce|broadcast|backward")  # collectives with the same on all ranks
@@ -69,7 +68,6 @@ class HangWatch:
         self.infos = infos  # see check_ranks()
         self.size = len(infos)
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
-        self.settings = {name: os.environ.get(name) for name in READ_AT_IMPORT}
         self.steps = 0
         self.step_times = deque(maxlen=2000)  # when they began, nanoseconds since 1970
         self.quiet = 0.0  # seconds since the last progress
@@ -94,7 +92,6 @@ class HangWatch:
         progress = None
         woke_up = time.monotonic()
         while not self.over.wait(1):
-            self.warn_of_late_settings()
             previous = progress
             progress = (self.steps, self.compilations, counters())
             seconds_awake = min(time.monotonic() - woke_up, LONGEST_TICK)
@@ -104,16 +101,6 @@ class HangWatch:
                 self.found.set()
             if self.found.is_set():
                 self.exit_all()
-
-    def warn_of_late_settings(self) -> None:
-        """If the script sets what PyTorch has read: rank_info() has imported it before."""
-        for name, before in list(self.settings.items()):
-            if os.environ.get(name) != before:
-                del self.settings[name]
-                text = f"guard.py: WARNING: the script sets {name} too late, because guard.py has"
-                text += " imported PyTorch: set it before the launch, or set GUARD=0"
-                if self.rank == 0:
-                    say(text)
 
     def timeout(self) -> float:
         """Seconds without progress that are a hang: earlier than PyTorch's own limit."""
@@ -266,14 +253,10 @@ def enable_flight_recorder() -> None:
     """Set what PyTorch reads when it creates the first process group; before 2.11, it is off.
 
     With timing, NCCL's entries say which GPU has not started a collective, and how long each took.
-    For `torchfrtrace`, NCCL's watchdog writes a file for each rank to LOG_DIR.
     """
     name = "TORCH_FR_BUFFER_SIZE" if records_gloo() else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     os.environ.setdefault(name, "2000")
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
-    run = os.environ.get("ATTEMPT_ID") or os.getppid()  # the same for the ranks of a node
-    traces = f"{os.environ.get('LOG_DIR') or 'logs'}/nccl_trace_{run}_rank_"
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", traces)
 
 
 def records_gloo() -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from report import HOST, parent_of, rank_of, say
+from report import HOST, say
 
 REMEDY = "request more --mem, or use fewer --num-workers"
 KILLED = f"the kernel killed a process because the job ran out of memory: {REMEDY}"
@@ -20,20 +19,12 @@ V2 = ("memory.max", "memory.current", "inactive_file")  # the last one is in mem
 
 def watch(over: threading.Event) -> None:
     """Return after the warning, or when the script is over."""
-    first: dict[int, int] = {}  # what the processes used when they were first seen
     with suppress(Exception):  # a container may hide these files
         while not over.wait(SECONDS):
-            sizes = sizes_of_ranks()
-            growth = {}
-            for process, size in sizes.items():
-                growth[process] = size - first.setdefault(process, size)
             used, limit = usage()
-            if used > SHARE * limit and sizes:
-                grown = max(growth, key=growth.get)
-                text = f"{used / GIB:.1f} of {limit / GIB:.1f} GiB of memory are in use on {HOST}; "
-                text += f"rank {rank_of(grown)} or its worker (process {grown}) grew most, from "
-                text += f"{first[grown] / GIB:.1f} to {sizes[grown] / GIB:.1f} GiB: {REMEDY}"
-                say(f"guard.py: WARNING: {text}")
+            if used > SHARE * limit:
+                text = f"{used / GIB:.1f} of {limit / GIB:.1f} GiB of memory are in use on {HOST}"
+                say(f"guard.py: WARNING: {text}: {REMEDY}")
                 return
 
 
@@ -89,17 +80,3 @@ def numbers_in(file: Path) -> dict[str, int]:
         name, value, *_ = line.split()
         numbers[name] = int(value)
     return numbers
-
-
-def sizes_of_ranks() -> dict[int, int]:
-    """{process: resident bytes} of the ranks of this node and their loader workers."""
-    sizes = {}
-    parents = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        process = int(directory.name)
-        with suppress(OSError, IndexError):  # it has just ended
-            parents[process] = parent_of(process)
-            pages = int((directory / "statm").read_text().split()[1])
-            sizes[process] = pages * os.sysconf("SC_PAGE_SIZE")
-    ranks = {process for process, parent in parents.items() if parent == os.getppid()}
-    return {p: size for p, size in sizes.items() if p in ranks or parents[p] in ranks}

@@ -212,7 +212,7 @@ class Finding(NamedTuple):
 
 def check_machine(run_directory: str) -> list[Finding]:
     findings = []
-    for check in (software, gpus, shared_memory, cores, environment):
+    for check in (software, gpus, shared_memory, environment):
         findings += attempt(check)
     return findings + attempt(disks, run_directory)
 
@@ -359,22 +359,10 @@ def shared_memory():
         yield Finding("WARN" if usage.free < GIB else "OK", "/dev/shm", text, remedy)
 
 
-def cores():
-    available = os.cpu_count()
-    found = available
-    if hasattr(os, "sched_getaffinity"):
-        found = len(os.sched_getaffinity(0))
-    share = available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    is_bound = found <= 2 and share >= 8  # to one core, or its two threads
-    text = f"this process may use {found} of {available} cores"
-    remedy = "srun --cpus-per-task=N (Slurm 22.05 and 23.02 do not pass it on from sbatch)"
-    yield Finding("WARN" if is_bound else "OK", "cores", text, remedy)
-
-
 def disks(run_directory: str):
     remedy = "make room, or set another --checkpoint-dir or TMPDIR"
-    temporary = tempfile.gettempdir()
-    for what, directory in {"run directory": run_directory, "temporary files": temporary}.items():
+    places = {"run directory": run_directory, "temporary files": tempfile.gettempdir()}
+    for what, directory in places.items():
         place = existing(Path(directory))
         free = shutil.disk_usage(place).free
         text = f"{what} {place}: {free / GIB:.1f} GiB free"
@@ -384,9 +372,6 @@ def disks(run_directory: str):
             yield Finding("FAIL", "disk", text, remedy)
         else:
             yield Finding("WARN" if free < 2 * GIB else "OK", "disk", text, remedy)
-    if len(temporary) > 70:
-        text = f"TMPDIR has {len(temporary)} characters, too many for sockets of loader workers"
-        yield Finding("FAIL", "disk", text, "set a shorter TMPDIR")
 
 
 def existing(place: Path) -> Path:
@@ -401,8 +386,6 @@ HARMFUL = {  # variable: (harmful values, their effect)
     "NCCL_P2P_DISABLE": ("1", "disables direct transfers between GPUs"),
     "NCCL_SHM_DISABLE": ("1", "disables transfers through shared memory"),
     "NCCL_IB_DISABLE": ("1", "replaces InfiniBand with TCP"),
-    "NCCL_NET_GDR_LEVEL": ("0|LOC", "disables transfers from the network to the GPU"),
-    "NCCL_IB_GID_INDEX": (".+", "may be wrong on some nodes; NCCL finds the index"),
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "makes each collective wait for the GPU"),
     "CUDA_LAUNCH_BLOCKING": ("1", "makes each kernel wait for the previous one"),
     "NCCL_DEBUG": ("INFO|TRACE", "writes megabytes of log per rank"),

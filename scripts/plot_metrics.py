@@ -5,14 +5,16 @@
     python scripts/plot_metrics.py runs/a runs/b -o comparison.png  # runs compared
 
 A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
-metrics.jsonl. Dots: the test set after each epoch. A loss has a logarithmic scale if it is always
-positive; shares whose name ends in "accuracy" are in percent.
+metrics.jsonl, without those that average less than half as many steps as usual, such as at the end
+of an epoch. Dots: the test set after each epoch. Every second run is dashed. A loss that is always
+positive has a logarithmic scale.
 """
 
 import argparse
 import json
 import math
 import re
+import statistics
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +35,8 @@ class Run:
                 record = json.loads(line)
                 last[record["step"], record["kind"]] = record
         records = [last[key] for key in sorted(last)]
-        self.train = [record for record in records if record["kind"] == "train"]
+        train = [record for record in records if record["kind"] == "train"]
+        self.train = without_short(train)
         self.epochs = [record for record in records if record["kind"] in ("epoch", "evaluation")]
         keys = {key for record in self.epochs for key in record}
         is_validated = any(key.startswith("validation_") for key in keys)
@@ -51,6 +54,15 @@ class Run:
 
     def held_out_points(self, name: str) -> list[tuple[int, float]]:
         return points(self.epochs, f"{self.held_out}_{name}")
+
+
+def without_short(records: list[dict]) -> list[dict]:
+    """Without those that average less than half as many steps as usual: they are noise."""
+    steps = [record["step"] for record in records]
+    lengths = [after - before for before, after in zip(steps, steps[1:])]
+    usual = statistics.median(lengths) if lengths else 0
+    long = [record for record, length in zip(records[1:], lengths) if 2 * length >= usual]
+    return records[:1] + long
 
 
 def points(records: list[dict], key: str) -> list[tuple[int, float]]:
@@ -84,27 +96,22 @@ def draw(runs: list[Run], output: Path) -> None:
 
 def draw_panel(axes, name: str, runs: list[Run]) -> None:
     """The metric of all runs that have it."""
-    from matplotlib.ticker import PercentFormatter
-
-    is_share = name.endswith("accuracy")
     for number, run in enumerate(runs):
         color = f"C{number}"
-        prefix = f"{run.name} " if len(runs) > 1 else ""
+        line = "--" if number % 2 else "-"  # where runs agree, both are seen
         training = run.training_points(name)
         if training:
+            label = f"{run.name} training"
             steps, values = zip(*training)
-            label = f"{prefix}training"
-            axes.plot(steps, values, ".-", color=color, alpha=0.5, lw=1, ms=3, label=label)
+            axes.plot(steps, values, f".{line}", color=color, alpha=0.5, lw=1, ms=3, label=label)
         held_out = run.held_out_points(name)
         if held_out:
+            label = f"{run.name} {run.held_out}"
             steps, values = zip(*held_out)
-            last = f"{values[-1]:.2%}" if is_share else f"{values[-1]:.4g}"
-            label = f"{prefix}{run.held_out}, last {last}"
-            axes.plot(steps, values, "o-", color=color, label=label)
+            size = 4 if number % 2 else 7  # points
+            axes.plot(steps, values, f"o{line}", color=color, ms=size, label=label)
     axes.set_title(name.replace("_", " ").capitalize())
     axes.set_xlabel("step")
-    if is_share:
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
     if name.endswith("loss") and axes.dataLim.ymin > 0:
         axes.set_yscale("log")
     axes.grid(alpha=0.3)

@@ -63,6 +63,12 @@ def write_event(event: str, text: str, **facts) -> None:
             events.write(json.dumps(record) + "\n")
 
 
+def write_stop(number: int) -> None:
+    """Name the signal in STOP_FILE for scripts/supervise.py, unless it has asked for the stop."""
+    with suppress(OSError), open(os.environ.get("STOP_FILE", ""), "x") as file:
+        file.write(signal.Signals(number).name)
+
+
 def fail(text: str, cause: str = "configuration") -> None:
     """Print a user error and exit with code 2."""
     say(f"guard.py: error: {text}")
@@ -118,30 +124,6 @@ def has_gpu() -> bool:
         if any(Path("/dev").glob(pattern)):
             return True
     return False
-
-
-def parent_of(process: int) -> int:
-    """The id of its parent. OSError if it has ended."""
-    text = Path("/proc", str(process), "stat").read_text(errors="replace")
-    fields = text.rpartition(")")[2].split()  # from the third one on, see proc(5)
-    return int(fields[1])
-
-
-def rank_of(process: int) -> str:
-    """$RANK of another process, or its number in an srun step; "" if it has none, or has ended."""
-    with suppress(OSError):
-        text = Path(f"/proc/{process}/environ").read_text(errors="replace")
-        variables = dict(line.partition("=")[::2] for line in text.split("\0"))
-        return variables.get("RANK") or variables.get("SLURM_PROCID", "")
-    return ""
-
-
-def end_of(path) -> str:
-    """The last 100,000 bytes of a file, which may be larger than the memory."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 100_000))
-        return file.read().decode(errors="replace")
 
 
 def wait_for(store, key: str, deadline: float) -> str | None:

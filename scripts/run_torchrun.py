@@ -17,10 +17,8 @@ it. Needs only Python 3.8.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,10 +28,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import memory
-from report import HOST, end_of, parent_of, rank_of, say, stop_signal, write_failure
+from processes import children_of, end_with_parent, variables_of
+from report import (
+    HOST,
+    say,
+    stop_signal,
+    write_failure,
+    write_stop,
+)
 
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 LOG_SECONDS = 5  # for the last lines on a slow terminal
 STACK_SECONDS = 0.3  # from one rank that prints its stacks to the next, whose lines would mix
 
@@ -54,8 +58,7 @@ def main() -> int:
         code = torchrun.run(command)
         ignore_signals()
         if code != 0 and not os.path.exists(failure_file):
-            time.sleep(0.2)  # until tee has written torchrun's report
-            report_killed_rank(kills, log, torchrun.stopped_by)
+            report_killed_rank(kills, torchrun.stopped_by)
             code = -torchrun.stopped_by or code
         elif code != 0 and not supervised:  # supervise.py does so, too
             repeat(failure_file)
@@ -96,9 +99,10 @@ class Torchrun:
 
     def on_quit(self, number: int, _frame) -> None:
         for rank in self.ranks():
-            write(f"the stacks of rank {rank_of(rank)} on {HOST}:\n")
-            send(number, [rank])
-            time.sleep(STACK_SECONDS)
+            with suppress(OSError):  # it has just ended
+                write(f"the stacks of rank {variables_of(rank).get('RANK')} on {HOST}:\n")
+                send(number, [rank])
+                time.sleep(STACK_SECONDS)
 
     def on_stop(self, number: int, _frame) -> None:
         ranks = self.ranks()
@@ -107,6 +111,7 @@ class Torchrun:
                 send(signal.SIGKILL, [*ranks, self.torchrun(), self.process.pid])
             return
         self.stopped_by = number
+        write_stop(number)
         if number == signal.SIGINT:
             write("stopping: all ranks save and exit; press Ctrl-C again to kill them\n")
         self.stopped_ranks = ranks
@@ -128,17 +133,7 @@ def before_torchrun() -> None:
     """In the child, before it becomes torchrun."""
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # if this process is killed
-
-
-def children_of(parent: int) -> list[int]:
-    children = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        process = int(directory.name)
-        with suppress(OSError, IndexError):  # it has just ended
-            if parent_of(process) == parent:
-                children.append(process)
-    return children
+    end_with_parent()
 
 
 def write(text: str) -> None:
@@ -181,22 +176,18 @@ def end_tee(tee: subprocess.Popen) -> None:
         tee.wait(LOG_SECONDS)
 
 
-def report_killed_rank(kills: int, log: str, stopped_by: int) -> None:
-    """Print and write to FAILURE_FILE what a rank that was killed could not report.
+def report_killed_rank(kills: int, stopped_by: int) -> None:
+    """Write to FAILURE_FILE what a rank that was killed could not report.
 
     kills: what memory.oom_kills() returned before; stopped_by: the signal that asked them to stop.
     """
     if memory.oom_kills() > kills:
         say(f"cluster_train.sh: error: {HOST}: {memory.KILLED}")
         write_failure("out of memory", memory.KILLED, None)
-        return
-    text = end_of(log)
-    _, found, report = text.rpartition("\nRoot Cause")  # torchrun's
-    killed = re.search(r"^ *rank +: (\d+)(?:.*\n)+?.*Signal \d+ \((SIG\w+)\)", report, re.M)
-    if found and killed and not stopped_by:
-        rank, name = killed.groups()
-        say(f"cluster_train.sh: error: rank {rank} on {HOST}: ended by {name}")
-        write_failure("killed", f"ended by {name}", int(rank))
+    elif not stopped_by:
+        write_failure(
+            "killed", "a rank was killed, or has not said why: see the report above", None
+        )
 
 
 def repeat(failure_file: str) -> None:

@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+PROBES = 32  # nodes that are asked at the same time
 REFUSED = re.compile("disabled|denied|invalid", re.I)  # an error of scontrol that would repeat
 
 
@@ -52,6 +54,16 @@ def nodes_of_job():
         return []
     text = output_of("scontrol", "show", "hostnames", nodes) or ""
     return text.split()
+
+
+def nodes_without(program, nodes):
+    """Those of these nodes of the job where srun cannot start the program."""
+    probe = ["srun", "--overlap", "--nodes=1", "--ntasks=1"]
+    test = ["sh", "-c", 'command -v "$0"', program]
+    commands = [[*probe, f"--nodelist={node}", *test] for node in nodes]
+    with ThreadPoolExecutor(PROBES) as pool:
+        answers = pool.map(lambda command: output_of(*command), commands)
+    return [node for node, answer in zip(nodes, answers) if answer is None]
 
 
 def slurm_id():

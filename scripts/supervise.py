@@ -20,8 +20,8 @@ and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of scri
 its ranks print their stacks.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
-exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE, EVENTS_FILE and
-SIGNALS_FILE (see scripts/guard.py).
+exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
+scripts/guard.py).
 The training may report, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped,
 failed), reason, start_step, global_step, saved_step, world_size. An attempt makes progress if it
 has saved a step; without a status, if a file that matches PROGRESS_FILE was written; without that,
@@ -63,7 +63,6 @@ Examples:
     scripts/supervise.py torchrun --standalone --nproc-per-node 2 train_distributed.py --epochs 10
 """
 
-import ctypes
 import glob
 import json
 import os
@@ -80,15 +79,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from processes import (
+    descendants,
+    end_with_parent,
+    handles,
+    kill_descendants,
+    parent_of,
+    prctl,
+    variables_of,
+)
 from scheduler import (
     end_of_job,
     is_preempted,
     log,
     nodes_of_job,
+    nodes_without,
     output_of,
     requeue,
     slurm_id,
-    slurm_job,
 )
 
 PAUSES = (1, 3, 9, 30)  # times RESTART_PAUSE: before restarts in a row without progress
@@ -96,7 +104,6 @@ MAX_STARTS = 3  # of the job, in a row without progress
 UNPROVEN_STARTS = 10  # in a row, of a script without a status and PROGRESS_FILE
 PROGRESS_SECONDS = 600  # such a script made progress if it ran this long
 USER_ERRORS = ("configuration", "NaN", "in use")
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
@@ -104,7 +111,7 @@ SSH_FAILED = 255  # exit code of ssh and of launch.py
 SIGKILLED = (-9, 137)  # exit code of a process that was killed, and of a shell whose child was
 STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 # Variables with the names of files, by which supervise.py and the training communicate.
-FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE NODES_FILE SIGNALS_FILE".split()
+FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE NODES_FILE".split()
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
 AGAIN = ("restart", "spare")
@@ -310,7 +317,13 @@ class Supervisor:
         self.count = 0
         self.crashes = 0  # in a row without progress
         self.refused = False  # Slurm has refused a requeue
-        self.find_nodes()
+
+        # nodes
+        self.wanted = number("NNODES")
+        self.job_nodes = nodes_of_job()
+        self.left_out = os.environ.get("EXCLUDED_NODES", "").replace(",", " ").split()
+        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)  # of an attempt
+        self.strikes = []  # hosts, one for each piece of evidence
 
     def on_signal(self, number, _frame):
         if number == signal.SIGINT and self.stopping_since:  # within a second, it is the same one
@@ -346,21 +359,17 @@ class Supervisor:
             if attempt["cause"] != "in use":  # otherwise the attempt log is another job's
                 self.record(attempt)
             self.crashes = 0 if attempt["progress"] else self.crashes + 1
-            decision = self.act(attempt)
+            decision = self.decide(attempt)
+            self.report(attempt, decision)
             if decision in AGAIN and self.is_stopped_in_pause():
-                decision = self.act(attempt)
+                decision = self.decide(attempt)
+                self.report(attempt, decision)
+            run_on_event({**attempt, "run_dir": self.run_dir, "next": decision})
             if decision not in AGAIN:
                 break
         with suppress(OSError):
             self.directory.rmdir()  # unless it holds the attempt log
         return self.exit_code(decision, attempt["cause"])
-
-    def act(self, attempt):
-        """Do what follows an attempt, and report it. Returns the decision."""
-        decision = self.decide(attempt)
-        run_on_event({**attempt, "run_dir": self.run_dir, "next": decision})
-        self.report(attempt, decision)
-        return decision
 
     def pause(self):
         """Seconds before the next restart."""
@@ -392,8 +401,10 @@ class Supervisor:
         name = self.ended_by(attempt)
         row = TABLE[name]
         suspects = self.find_suspects(attempt) if name in ("a bad node", "a crash") else []
+        actions = row.then if suspects else (row.first, *row.then)
+        self.refused = False
         why = ""
-        for action in row.then if suspects else (row.first, *row.then):
+        for action in actions:
             obstacle = self.obstacle(action, attempt, suspects, why)
             if obstacle is None:
                 return action
@@ -439,20 +450,18 @@ class Supervisor:
         if action == "restart" and self.crashes > len(PAUSES):
             return f"{self.crashes} crashes without progress"
         if action == "spare":
-            return self.obstacle_to_spare(suspects, attempt)
+            return self.obstacle_to_spare(suspects)
         return None
 
     def obstacle_to_requeue(self, attempt, suspects):
         is_stop = self.asked() or attempt["cause"] == "stopped"
         if not slurm_id() or (self.count > number("MAX_RESTARTS") and not is_stop):
             return ""
-        starts = self.starts_without(("step", "file", "time"))
-        if starts >= MAX_STARTS:
-            return f"in {starts} starts of this job in a row, no new step was saved"
-        starts = self.starts_without(("step", "file"))
-        if starts >= UNPROVEN_STARTS:
+        if self.starts_without("step", "file", "time") >= MAX_STARTS:
+            return f"in {MAX_STARTS} starts of this job in a row, no new step was saved"
+        if self.starts_without("step", "file") >= UNPROVEN_STARTS:
             remedy = "nothing has shown progress: set PROGRESS_FILE"
-            return f"in {starts} starts of this job in a row, {remedy}"
+            return f"in {UNPROVEN_STARTS} starts of this job in a row, {remedy}"
         left_out = [*self.left_out, *suspects]
         answers = [requeue(left_out)]
         while answers[-1] in ("failed", "no answer") and answers.count("failed") < MAX_FAILED:
@@ -463,7 +472,7 @@ class Supervisor:
         self.refused = answers[-1] not in ("requeued", "ended")
         return None if answers[-1] == "requeued" else ""
 
-    def starts_without(self, kinds):
+    def starts_without(self, *kinds):
         """How often in a row, with this time, this job was started without such progress."""
         numbers = set()
         for record in reversed(self.log_records()):
@@ -500,16 +509,6 @@ class Supervisor:
 
     # ------------------------------------------------------------------------- the nodes
 
-    def find_nodes(self):
-        self.wanted = number("NNODES")
-        self.job_nodes = nodes_of_job()
-        self.left_out = os.environ.get("EXCLUDED_NODES", "").replace(",", " ").split()
-        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)  # of an attempt
-        if len(self.nodes) < len(self.job_nodes):
-            used = f"{len(self.nodes)} of the job's {len(self.job_nodes)} nodes"
-            log(f"training on {used} (NNODES, EXCLUDED_NODES); the others are spares")
-        self.strikes = []  # hosts, one for each piece of evidence
-
     def given_nodes(self):
         """All that may be used."""
         return self.job_nodes or self.launcher_hosts
@@ -532,7 +531,7 @@ class Supervisor:
         is_of_host = self.failure and cause != "port"
         return [self.failure["host"]] if is_of_host else []
 
-    def obstacle_to_spare(self, suspects, attempt):
+    def obstacle_to_spare(self, suspects):
         """Leave out the suspect nodes, as many as there are spare nodes."""
         good = [node for node in self.given_nodes() if node not in self.left_out]
         spares = len(good) - self.wanted if self.wanted else 0
@@ -543,11 +542,7 @@ class Supervisor:
         self.left_out = [*self.left_out, *replaced]
         self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
         os.environ["EXCLUDED_NODES"] = ",".join(self.left_out)
-        what = f"{', '.join(replaced)} left out: a spare node takes its place"
-        event = {"time": time.time(), "event": "node_left_out", "text": what, "hosts": replaced}
-        attempt["events"] = [*attempt["events"], event]
-        self.record(attempt)
-        log(what)
+        log(f"{', '.join(replaced)} left out: a spare node takes its place")
         return None
 
     def lost_nodes(self):
@@ -555,9 +550,7 @@ class Supervisor:
         if len(self.nodes) < 2 or not is_srun(self.command):
             return []
         program = next((word for word in self.command[1:] if not word.startswith("-")), "true")
-        probe = ["srun", "--overlap", "--nodes=1", "--ntasks=1"]
-        test = ["sh", "-c", 'command -v "$0"', program]
-        lost = [n for n in self.nodes if output_of(*probe, f"--nodelist={n}", *test) is None]
+        lost = nodes_without(program, self.nodes)
         return lost if len(lost) < len(self.nodes) else []
 
     # ------------------------------------------------------------------------- one attempt
@@ -565,8 +558,6 @@ class Supervisor:
     def attempt(self):
         """Run COMMAND once. Returns the record for the attempt log."""
         self.count += 1
-        if self.count > 1:
-            self.drop_lost_nodes()
         self.files = self.directory / f"{HOST}_{os.getpid()}_{self.count}"
         shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
         try:
@@ -591,6 +582,8 @@ class Supervisor:
         status = read_status(self.files / "STATUS_FILE")
         self.failure = read_failure(self.files / "FAILURE_FILE")
         self.launcher_hosts = lines_of(self.files / "NODES_FILE")
+        if not self.asked() and status.get("state") != "finished":
+            self.signals += self.signals_of_ranks(code)
         cause, reason = self.cause(code, status)
         events = parse_lines(lines_of(self.files / "EVENTS_FILE"))[-MAX_EVENTS:]
         shutil.rmtree(self.files, ignore_errors=True)
@@ -623,18 +616,6 @@ class Supervisor:
         choose_master(env, self.command, self.nodes)
         return env
 
-    def drop_lost_nodes(self):
-        """After `sbatch --no-kill`, a job goes on without a lost node: Slurm no longer lists it."""
-        listed = slurm_job().get("NodeList")
-        if not listed:  # not in Slurm, or it does not answer
-            return
-        alive = (output_of("scontrol", "show", "hostnames", listed) or "").split()
-        lost = [node for node in self.job_nodes if node not in alive]
-        if lost and alive:
-            log(f"Slurm has lost {', '.join(lost)}: the other nodes go on")
-            self.job_nodes = alive
-            self.nodes = choose_nodes(alive, self.left_out, self.wanted)
-
     def command_on_nodes(self):
         """COMMAND; srun is told the nodes of this attempt."""
         if not self.nodes or not is_srun(self.command):
@@ -644,7 +625,7 @@ class Supervisor:
 
     def cause(self, code, status):
         """Why an attempt ended: (one of the causes above, reason)."""
-        asked = ", ".join(self.asked()) if self.stopping_since else ""
+        asked = ", ".join(self.asked())
         state = status.get("state")
         reason = status.get("reason", "")
         failure = self.failure
@@ -657,11 +638,10 @@ class Supervisor:
         if failure:
             return self.cause_of_failure(failure)
         ended_by_signal = signal_of(code)
-        if asked and not self.killed and (code == 0 or ended_by_signal):
+        if asked and not self.killed and code == 0:
             return "stopped", asked
-        received = self.signals_received()
-        if code == 0 and received:
-            return "stopped", received
+        if asked and not self.killed and ended_by_signal:
+            return "stopped", f"{asked}; ended by {ended_by_signal}, perhaps without a save"
         if code == 0 and state:
             remedy = "if a pipeline hides the exit code, use `set -o pipefail`"
             return "killed", f"exit code 0, but the status is still {state}: {remedy}"
@@ -669,8 +649,6 @@ class Supervisor:
             return "ended", "exit code 0, but the training wrote no STATUS_FILE"
         if self.killed:
             return "killed", "it did not stop in time (STOP_SECONDS), or you pressed Ctrl-C twice"
-        if ended_by_signal and is_preempted():  # Slurm signals only the ranks
-            return "stopped", ended_by_signal
         lost = [] if asked else self.lost_nodes()
         # srun also exits with the error number of execve(): a short outage gets two restarts.
         if lost or (code == 2 and is_srun(self.command) and self.crashes < 2):
@@ -702,16 +680,12 @@ class Supervisor:
         rank = f"rank {failure['rank']} on " if "rank" in failure else ""
         return cause, f"{rank}{failure['host']}: {failure['reason']}"
 
-    def signals_received(self):
-        """The signals that ranks got shortly before the end. guard.py writes a byte for each."""
-        file = self.files / "SIGNALS_FILE"
-        try:
-            numbers = file.read_bytes()
-            is_recent = time.time() - file.stat().st_mtime < number("STOP_SECONDS")
-        except OSError:
-            return ""
-        names = [name for name in STOPS if getattr(signal, name) in numbers]
-        return ", ".join(names) if is_recent else ""
+    def signals_of_ranks(self, code):
+        """The signals that Slurm has sent to the ranks only, if they ended because of them."""
+        received = lines_of(self.files / "STOP_FILE")  # by run_torchrun.py or guard.py
+        if code == 0 and received:
+            return received
+        return ["SIGTERM"] if is_preempted() else []
 
     def run(self, env):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
@@ -733,23 +707,19 @@ class Supervisor:
         return code
 
     def watch(self):
-        """Call monitor(), whatever files it finds: an error of ours should not end the training."""
+        """Record the run directory, forward stop requests. An error of ours ends no training."""
         try:
-            self.monitor()
+            if not self.is_recorded:
+                self.record_start()
+            if not self.stopping_since:
+                self.stop_if_requested()
+            if self.stopping_since and not self.killed:
+                self.kill_if_too_slow()
         except Exception as error:
             text = f"WARNING: {type(error).__name__}: {error}; the training goes on"
             if text != self.warning:
                 log(text)
             self.warning = text
-
-    def monitor(self):
-        """Record the run directory, forward stop requests."""
-        if not self.is_recorded:
-            self.record_start()
-        if not self.stopping_since:
-            self.stop_if_requested()
-        if self.stopping_since and not self.killed:
-            self.kill_if_too_slow()
 
     def record_start(self):
         """Write the attempt to the attempt log as soon as the training owns its run directory."""
@@ -758,11 +728,6 @@ class Supervisor:
             return
         self.run_dir = status.get("run_dir") or self.run_dir
         self.is_recorded = True
-        of_this_job = [r for r in self.log_records() if r["attempt"].startswith(f"{self.job}.")]
-        changed = files_changed_since(of_this_job[0]["start"]) if of_this_job else []
-        if changed:
-            names = ", ".join(changed[:5])
-            log(f"WARNING: changed since the first attempt, which trained other code: {names}")
         self.record({**self.begun, "cause": "running"})
 
     def stop_if_requested(self):
@@ -778,7 +743,7 @@ class Supervisor:
             # srun forwards it; see run_torchrun.py and guard.py
             self.child.send_signal(signal.SIGUSR2)
         else:
-            signal_ranks(self.child.pid)
+            signal_training(self.child.pid)
 
     def kill_if_too_slow(self):
         """Kill the training after its time to stop, in time for a requeue, or at another Ctrl-C."""
@@ -820,10 +785,8 @@ class Supervisor:
             if old["start"] == attempt["start"]:
                 continue
             if old["cause"] == "running" and "end" in attempt:
-                step = attempt["start_step"]
-                old.update(start_step=step, end_step=step, saved_step=step, recomputed=0)
-                old.update(end=attempt["start"], world_size=None)
                 old.update(cause="killed", reason="together with its supervisor")
+                old.update(end=attempt["start"])
             records.append(old)
         records.append(attempt)
         text = "".join(json.dumps(record) + "\n" for record in records)
@@ -902,10 +865,9 @@ def progress(attempt, before):
 
 
 def steps(status):
-    """The part of the record that comes from the training: its status and its metrics."""
-    last_step = last_recorded_step(status["run_dir"]) if status.get("run_dir") else 0
+    """The part of the record that comes from the status of the training."""
     start = status.get("start_step", 0)
-    end = max(start, status.get("global_step", 0), last_step)
+    end = max(start, status.get("global_step", 0))
     saved = max(start, status.get("saved_step", 0))
     return {
         "start_step": start,
@@ -913,20 +875,6 @@ def steps(status):
         "saved_step": saved,
         "recomputed": max(0, end - saved),
     }
-
-
-def last_recorded_step(run_dir):
-    """The step of the last record in metrics.jsonl; 0 if there is none."""
-    from report import end_of  # an older Python cannot read that file
-
-    step = 0
-    last_lines = []
-    with suppress(OSError):
-        last_lines = end_of(Path(run_dir) / "metrics.jsonl").splitlines()[-3:]
-    for record in parse_lines(last_lines):  # the last line may be incomplete
-        if isinstance(record.get("step"), NUMBER):
-            step = record["step"]
-    return step
 
 
 def lines_of(path):
@@ -980,12 +928,7 @@ def die_with_parent():
     """For preexec_fn: stop the launch if supervise.py is killed. In batch jobs, Slurm does that."""
     by_slurm = os.environ.get("ENVIRONMENT") == "BATCH" and slurm_id()  # PBS sets it, too
     if not by_slurm:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def prctl(option, value):
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+        end_with_parent()
 
 
 def signal_of(code):
@@ -996,53 +939,31 @@ def signal_of(code):
     return ""
 
 
-def signal_ranks(child):
-    """Send STOP_SIGNAL to the ranks on this host; without ranks, to all processes of COMMAND."""
-    from report import parent_of, stop_signal
+def signal_training(child):
+    """Send STOP_SIGNAL to the processes of COMMAND that handle it; if none does, to all.
 
-    ranks = [process for process in descendants() if is_in_rank(process)]
-    if not ranks:
-        os.killpg(child, stop_signal())
+    Others would die of it, such as a shell, or a `tee`. torchrun would end its ranks.
+    """
+    from report import stop_signal
+
+    number = stop_signal()
+    programs = {}  # of the processes that handle it
+    elastic = []  # those that torchrun has started
+    for process in descendants():
+        with suppress(OSError):  # it has just ended
+            if handles(process, number):
+                programs[process] = os.readlink(f"/proc/{process}/exe")
+                if "TORCHELASTIC_RUN_ID" in variables_of(process):
+                    elastic.append(process)
+    if not programs:
+        os.killpg(child, number)
+    ranks = elastic or list(programs)
     for process in ranks:
-        with suppress(OSError):  # it has just ended
-            if not is_in_rank(parent_of(process)):  # not a loader worker
-                os.kill(process, stop_signal())
-
-
-def is_in_rank(process):
-    """Whether torchrun, or a launcher like it, has started this process."""
-    with suppress(OSError):
-        return b"\0LOCAL_RANK=" in Path(f"/proc/{process}/environ").read_bytes()
-    return False
-
-
-def kill_descendants():
-    """Send SIGTERM, then SIGKILL, to all descendants of this process, until none is alive."""
-    for number, seconds in ((signal.SIGTERM, 8), (signal.SIGKILL, 5)):
-        for process in descendants():
-            with suppress(ProcessLookupError):
+        with suppress(OSError):
+            parent = parent_of(process)
+            is_worker = parent in ranks and programs[parent] == programs[process]
+            if not is_worker:
                 os.kill(process, number)
-        deadline = time.monotonic() + seconds
-        while descendants() and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-
-def descendants():
-    """The process ids of the descendants that are alive; [] if there is no /proc."""
-    parents = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            # PID (COMMAND) STATE PARENT ...; spaces and parentheses in the command
-            fields = file.read_text(errors="replace").rpartition(")")[2].split()
-            state, parent = fields[:2]
-            if state != "Z":  # not one that has ended
-                parents[int(file.parent.name)] = int(parent)
-    found = []
-    generation = [os.getpid()]
-    while generation:
-        generation = [process for process in parents if parents[process] in generation]
-        found += generation
-    return found
 
 
 # ------------------------------------------------------------------------------------- the code
@@ -1052,17 +973,6 @@ def code_version():
     """The commit of the current directory, and whether files differ from it; "" without git."""
     version = output_of("git", "describe", "--always", "--dirty=, modified", "--exclude=*") or ""
     return version.strip()
-
-
-def files_changed_since(then):
-    """The tracked files of the current directory that were written after this time."""
-    tracked = output_of("git", "ls-files") or ""
-    changed = []
-    for name in tracked.splitlines():
-        with suppress(OSError):
-            if os.stat(name).st_mtime > then:
-                changed.append(name)
-    return changed
 
 
 def how_to_resume():

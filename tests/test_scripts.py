@@ -134,9 +134,9 @@ def test_each_metric_of_a_run_has_a_panel_with_the_loss_first(tmp_path, drawn_pa
     epochs = [{"iou": 0.15, "loss": 1.5, "test_iou": 0.1, "test_loss": 3.0, "test_top5": 0.5}]
     run = write_run(tmp_path / "run", train_records, epochs)
     assert drawn_panels(run) == {
-        "Loss": (["training", "test, last 3"], "log"),
-        "Iou": (["training", "test, last 0.1"], "linear"),
-        "Top5": (["test, last 0.5"], "linear"),
+        "Loss": (["run training", "run test"], "log"),
+        "Iou": (["run training", "run test"], "linear"),
+        "Top5": (["run test"], "linear"),
     }
     assert list(drawn_panels(run))[0] == "Loss"
 
@@ -149,6 +149,18 @@ def test_the_last_record_of_a_step_counts(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         print(json.dumps(again), json.dumps(again | {"step": 2}), sep="\n", file=file)
     assert script.Run(run).training_points("loss") == [(0, 3.0), (1, 2.5), (2, 2.5)]
+
+
+def test_a_record_of_a_single_step_is_no_point(tmp_path):
+    """As at the end of an epoch of 141 steps, with --log-every-steps 20."""
+    script = load(REPO / "scripts/plot_metrics.py")
+    run = tmp_path / "run"
+    run.mkdir()
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in (80, 100, 120, 140, 141, 160, 171):
+            print(json.dumps({"kind": "train", "step": step, "loss": 1.0}), file=file)
+    steps = [step for step, _ in script.Run(run).training_points("loss")]
+    assert steps == [80, 100, 120, 140, 160, 171]
 
 
 def test_user_errors_of_the_plot_are_one_sentence_after_the_usage(tmp_path):

@@ -315,11 +315,27 @@ def run(nodes, way, signals):
         return 130
     if failed is None:
         return 0
+    report_hosts(nodes, codes)
     host, code = failed
     say(f"error: {host} failed (exit code {code}), so all nodes were stopped")
     if way.has_logs:
         show_end(os.path.join(os.environ.get("LOG_DIR") or "logs", f"node_{host}.log"))
     return code
+
+
+def report_hosts(nodes, codes):
+    """Write FAILURE_FILE for supervise.py, unless a host has: one without its mount cannot."""
+    file = os.environ.get("FAILURE_FILE")
+    if not file or os.path.exists(file):
+        return
+    sys.path.append(os.path.dirname(sys.path[0]))
+    from report import write_failure
+
+    causes = {2: "configuration", 255: "node lost"}
+    for node, code in zip(nodes, codes):
+        if code in causes:
+            reason = f"exit code {code}, see its log"
+            write_failure(causes[code], reason, None, node.host, silent_hosts=[node.host])
 
 
 def record_signals():

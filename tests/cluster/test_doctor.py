@@ -51,7 +51,7 @@ def test_a_healthy_cluster_gets_no_warning(cluster, repo, tmp_path):
     code, text = job(cluster, repo, tmp_path / "run", RUN)
     assert code == 0, text
     assert lines(text, "WARN") == lines(text, "FAIL") == [], text
-    for check in ("ranks", "run directory", "network", "matrix product"):
+    for check in ("ranks", "run directory", "network"):
         assert re.search(f"(?m)^OK   {check} ", text), text
     speed = r"4 ranks: 8 KiB in \d+ us, 4 MiB at \d+\.\d\d GB/s \(bus\)"
     assert re.search(f"(?m)^OK   all_reduce +{speed}$", text), text

@@ -1,5 +1,6 @@
 """The ssh launchers with real sshds: quoting, signals, failures. Normal runs: test_guide.py."""
 
+import json
 import os
 import re
 import shutil
@@ -356,8 +357,14 @@ def test_a_fault_on_one_node_is_reported_and_stops_all_nodes(
     broken = {"hosts": ["node01", "node02"], "env": {}} | broken[what]()
     hosts = broken["hosts"] if launcher == AUTO else [",".join(broken["hosts"])]
     words = [launcher, CONFIG, "2", *hosts, *options, f"--checkpoint-dir={tmp_path / 'run'}"]
-    exit_code, text = cluster.on("login", *words, cwd=repo, **broken["env"])
+    failure = tmp_path / "failure.json"  # for supervise.py
+    env = {**broken["env"], "FAILURE_FILE": str(failure), "ATTEMPT": "1"}
+    exit_code, text = cluster.on("login", *words, cwd=repo, **env)
     assert exit_code == code, text
+    facts = json.loads(failure.read_text())
+    cause = "configuration" if code == 2 else "node lost"
+    assert (facts["cause"], facts["host"]) == (cause, broken["hosts"][1])
+    assert len(list(tmp_path.glob("failure.json.*"))) == (code == 2)
     cluster.assert_nothing_left()
     end = text.partition(f"launch.py: error: {broken['hosts'][1]} failed (exit code {code})")[2]
     assert re.search(message, end), text

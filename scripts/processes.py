@@ -1,0 +1,83 @@
+"""The processes of this host: for supervise.py, run_torchrun.py and guard.py.
+
+Needs only Python 3.8. Without /proc, as on macOS, there are none.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
+
+
+def parent_of(process):
+    """The id of its parent. OSError if it has ended."""
+    text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    # PID (COMMAND) STATE PARENT ...; spaces and parentheses in the command
+    state, parent, *_ = text.rpartition(")")[2].split()
+    if state == "Z":
+        raise ProcessLookupError
+    return int(parent)
+
+
+def alive():
+    """{process: its parent} of all that are alive."""
+    parents = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            parents[int(directory.name)] = parent_of(directory.name)
+    return parents
+
+
+def children_of(parent):
+    return [process for process, its_parent in alive().items() if its_parent == parent]
+
+
+def descendants():
+    """Those of this process."""
+    parents = alive()
+    found = []
+    generation = [os.getpid()]
+    while generation:
+        generation = [process for process in parents if parents[process] in generation]
+        found += generation
+    return found
+
+
+def kill_descendants():
+    """Send them SIGTERM, then SIGKILL, until none is alive."""
+    for number, seconds in ((signal.SIGTERM, 8), (signal.SIGKILL, 5)):
+        for process in descendants():
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+        deadline = time.monotonic() + seconds
+        while descendants() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def variables_of(process):
+    """The environment that it was started with. OSError if it has ended."""
+    text = Path(f"/proc/{process}/environ").read_text(errors="replace")
+    return dict(line.partition("=")[::2] for line in text.split("\0"))
+
+
+def handles(process, number):
+    """Whether it has a handler for this signal. OSError if it has ended."""
+    text = Path(f"/proc/{process}/status").read_text(errors="replace")
+    handled = int(re.search(r"SigCgt:\s(\w+)", text)[1], 16)
+    return handled >> (number - 1) & 1
+
+
+def prctl(option, value):
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def end_with_parent():
+    """The kernel will send this process SIGTERM when its parent ends."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
