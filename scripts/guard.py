@@ -251,6 +251,8 @@ def launch_environment(env) -> dict[str, int]:
     local_size = whole_number("LOCAL_WORLD_SIZE", local_size, local_rank + 1, MAX_RANKS)
     if not env.get("MASTER_ADDR"):
         env["MASTER_ADDR"] = hosts_of_job(env)[0] if is_srun_step(env) else "localhost"
+    if size == 1 and env.pop("TORCHELASTIC_USE_AGENT_STORE", None):
+        env.pop("MASTER_PORT", None)  # torchrun's: ranks that the script starts make a store
     if not env.get("MASTER_PORT"):
         port = port_of_job(env)
         if size == 1:  # several ranks must all derive the same port
