@@ -19,7 +19,6 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - reports a slow rank: one that is late in each step, so that the others wait for it;
 - reports ranks that do not train one model together, such as with equal batches, or without DDP;
 - avoids a hang of loader workers with older releases of Python 3.10 and 3.11;
-- warns when a node's memory is nearly used up, and says which process grew most;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
 - in an srun step, turns SIGUSR1 and SIGUSR2 into STOP_SIGNAL, unless the script handles them;
 - records why the first rank failed, for scripts/supervise.py and cluster_train.sh.
@@ -49,7 +48,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -174,15 +172,13 @@ def check_node(arguments: list[str]) -> None:
 
 
 def start_watch(world: dict[str, int], arguments: list[str]) -> HangWatch:
-    """Check the ranks; from now on, watch them and the memory of this node."""
+    """Check the ranks; from now on, watch them."""
     store, infos = check_ranks(world, arguments)
     import check_training  # imports PyTorch, as check_ranks() does
 
     watch = HangWatch(world["RANK"], store, infos)
     slow_ranks.start(watch)
     check_training.start(watch)
-    if world["LOCAL_RANK"] == 0:
-        watch.start_thread(functools.partial(memory.watch, watch.over))
     return watch
 
 

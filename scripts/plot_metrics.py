@@ -4,9 +4,9 @@
     python scripts/plot_metrics.py checkpoints                      # -> checkpoints/metrics.png
     python scripts/plot_metrics.py runs/a runs/b -o comparison.png  # runs compared
 
-A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
-metrics.jsonl. Dots: the test set after each epoch. A loss that is always positive has a logarithmic
-scale.
+A run is a directory that train_distributed.py wrote to. Small points: training, one per record in
+metrics.jsonl. Large ones: the test set after each epoch. A loss that is always positive has a
+logarithmic scale.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 NOT_METRICS = re.compile(
     "kind|step|time|epoch|lr|samples_per_second|data_wait|gradient_norm|seconds_left|gpu_memory_gb"
 )
+HELD_OUT = re.compile("^(test|validation)_")
 COLUMNS = 3  # panels side by side at most
 
 
@@ -32,35 +33,21 @@ class Run:
             with suppress(ValueError):  # half a line: the run is being written, or was killed
                 record = json.loads(line)
                 last[record["step"], record["kind"]] = record
-        records = [last[key] for key in sorted(last)]
-        self.train = [record for record in records if record["kind"] == "train"]
-        self.epochs = [record for record in records if record["kind"] in ("epoch", "evaluation")]
-        keys = {key for record in self.epochs for key in record}
-        is_validated = any(key.startswith("validation_") for key in keys)
-        self.held_out = "validation" if is_validated else "test"
+        self.records = [last[key] for key in sorted(last)]
 
     def metrics(self) -> list[str]:
         """Their names, as in Task.report(), in the order of the file."""
-        keys = [key for record in self.train + self.epochs for key in record]
-        names = [key.removeprefix(f"{self.held_out}_") for key in keys]
-        return [name for name in names if not NOT_METRICS.fullmatch(name)]
+        keys = [HELD_OUT.sub("", key) for record in self.records for key in record]
+        return [key for key in keys if not NOT_METRICS.fullmatch(key)]
 
-    def training_points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of each record; of each epoch if only epochs have this metric."""
-        return points(self.train, name) or points(self.epochs, name)
-
-    def held_out_points(self, name: str) -> list[tuple[int, float]]:
-        return points(self.epochs, f"{self.held_out}_{name}")
-
-
-def points(records: list[dict], key: str) -> list[tuple[int, float]]:
-    """A value that was not finite is null in the file, and a gap in the line."""
-    found = []
-    for record in records:
-        if key in record:
-            value = record[key]
-            found.append((record["step"], math.nan if value is None else value))
-    return found
+    def points(self, key: str, kind: str = "") -> list[tuple[int, float]]:
+        """(step, value) of each record. A value that was not finite is null in the file: a gap."""
+        found = []
+        for record in self.records:
+            if key in record and record["kind"].startswith(kind):
+                value = record[key]
+                found.append((record["step"], math.nan if value is None else value))
+        return found
 
 
 def draw(runs: list[Run], output: Path) -> None:
@@ -85,15 +72,16 @@ def draw(runs: list[Run], output: Path) -> None:
 def draw_panel(axes, name: str, runs: list[Run]) -> None:
     """The metric of all runs that have it."""
     for number, run in enumerate(runs):
-        color = f"C{number}"
-        training = run.training_points(name)
-        if training:
-            label = f"{run.name} training"
-            axes.plot(*zip(*training), ".-", color=color, alpha=0.5, lw=1, ms=3, label=label)
-        held_out = run.held_out_points(name)
-        if held_out:
-            label = f"{run.name} {run.held_out}"
-            axes.plot(*zip(*held_out), "o-", color=color, label=label)
+        curves = {
+            "training": run.points(name, "train") or run.points(name),  # of steps, or of epochs
+            "validation": run.points(f"validation_{name}"),
+            "test": run.points(f"test_{name}"),
+        }
+        for what, curve in curves.items():
+            if curve:
+                style = ".-" if what == "training" else "o-"
+                label = f"{run.name} {what}"
+                axes.plot(*zip(*curve), style, color=f"C{number}", label=label)
     axes.set_title(name.replace("_", " ").capitalize())
     axes.set_xlabel("step")
     if name.endswith("loss") and axes.dataLim.ymin > 0:

@@ -148,7 +148,7 @@ def test_the_last_record_of_a_step_counts(tmp_path):
     again = {"kind": "train", "step": 1, "loss": 2.5}
     with (run / "metrics.jsonl").open("a") as file:
         print(json.dumps(again), json.dumps(again | {"step": 2}), sep="\n", file=file)
-    assert script.Run(run).training_points("loss") == [(0, 3.0), (1, 2.5), (2, 2.5)]
+    assert script.Run(run).points("loss", "train") == [(0, 3.0), (1, 2.5), (2, 2.5)]
 
 
 def test_user_errors_of_the_plot_are_one_sentence_after_the_usage(tmp_path):
