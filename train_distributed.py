@@ -17,9 +17,9 @@ same ones.
 
 To save and stop: Ctrl-C; SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank; a file STOP in
 --checkpoint-dir, or the file $STOP_FILE; shortly before the time $DEADLINE (seconds since 1970). A
-file SAVE in --checkpoint-dir saves and continues, a file PROFILE records five steps. To resume, run
-the same command. To use the trained model, see load_model(). Exit code: 0 finished or saved; 1
-error or hang; 2 user error; 130 second Ctrl-C.
+file SAVE in --checkpoint-dir saves and continues. To resume, run the same command. To use the
+trained model, see load_model(). Exit code: 0 finished or saved; 1 error or hang; 2 user error; 130
+second Ctrl-C.
 
 Sections:
     TASK, OPTIONS     edit: model, data, loss, metrics, schedule; options and their defaults
@@ -301,7 +301,7 @@ def build_parser(task) -> Parser:
     add("--checkpoint-dir", "--save-dir", type=path, help="of this run [checkpoints]")
     option("--resume", path, "FILE.pt: continue its run in a new --checkpoint-dir")
     option("--init", path, "FILE.pt: begin with these weights, of another run or of others")
-    option("--epochs", positive, "passes over the training data [5]", 5)
+    option("--epochs", positive, "passes over the training data [5]", 5.0)
     option("--total-steps", positive_int, "length of the run, instead of --epochs")
     option("--stop-at-step", positive_int, "save and exit at this step; same schedule")
     option("--seed", integer, "random seed [42]", 42)
@@ -352,45 +352,25 @@ def path(text: str) -> str:
     return text
 
 
-def integer(text: str) -> int:
-    number = int(text)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError
-    return number
+def number(name: str, kind: type, lowest: float, highest: float) -> Callable:
+    """The type of this name: an int or a float from the lowest number to the highest."""
+
+    def convert(text: str):
+        value = kind(text)
+        if not lowest <= value <= highest:  # also if it is NaN
+            raise ValueError
+        return value
+
+    convert.__name__ = name
+    return convert
 
 
-def not_negative_int(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 2**31:
-        raise ValueError
-    return number
-
-
-def positive_int(text: str) -> int:
-    if int(text) == 0:
-        raise ValueError
-    return not_negative_int(text)
-
-
-def not_negative(text: str) -> float:
-    number = float(text)
-    if not number >= 0:  # also if it is NaN
-        raise ValueError
-    return number
-
-
-def positive(text: str) -> float:
-    """An int stays one."""
-    number = not_negative(text)
-    if not 0 < number < 2**31:
-        raise ValueError
-    return int(number) if number == int(number) else number
-
-
-def fraction(text: str) -> float:
-    if float(text) > 1:
-        raise ValueError
-    return not_negative(text)
+integer = number("integer", int, -(2**63), 2**63 - 1)
+positive_int = number("positive_int", int, 1, 2**31 - 1)
+not_negative_int = number("not_negative_int", int, 0, 2**31 - 1)
+positive = number("positive", float, 1e-9, 2**31)
+not_negative = number("not_negative", float, 0, math.inf)
+fraction = number("fraction", float, 0, 1)
 
 
 # ----------------------------------------------------------------------------------- TRAINING
@@ -456,7 +436,6 @@ def train(task, cfg, world):
     exchange = Exchange(world)
     seconds_left = None  # until the first exchange
     reason = ""  # why to end before the last step; the same on all ranks
-    profiled = 0  # the step at which the last profile ends
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}\n{begin}, to step {last_step}")
     saver.write_status(state.step, "running")
@@ -502,8 +481,6 @@ def train(task, cfg, world):
                     set_train_or_eval("eval")
                     saver.save(state, model, optimizer, scaler, seconds_left)
                     set_train_or_eval("train")
-                if "PROFILE" in agreed and state.step >= profiled:
-                    profiled = start_profiler(cfg, world, optimizer, state.step)
                 collect_garbage()
                 exchange.restart(state.step)
         set_train_or_eval("eval")
@@ -668,7 +645,8 @@ class LossOf(nn.Module):
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise UserError("Task.loss(): the loss has no gradient, as after detach() or no_grad()")
         try:
-            sums = {name: torch.as_tensor(value).detach() for name, value in sums.items()}
+            # Copies: a task may go on to add to its own.
+            sums = {name: torch.as_tensor(value).detach().clone() for name, value in sums.items()}
             rows = {name: row.detach() for name, row in rows.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             text = "sums must be numbers or tensors, and rows a dict of tensors"
@@ -908,20 +886,6 @@ def set_mode(mode, optimizer, model, frozen):
         getattr(optimizer, mode)()
 
 
-def start_profiler(cfg, world, optimizer, step):
-    """Record five of the next steps of this rank in a file for Perfetto. Returns their end."""
-    directory = str(run_directory(cfg))
-    log_on_rank_0(f"Recording the steps after {step}: see {directory}/trace_*.json")
-    name = f"trace_step_{step}_rank_{world.rank}"
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=5, repeat=1),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(directory, name),
-    )
-    profiler.start()
-    optimizer.register_step_post_hook(lambda *_: profiler.step())
-    return step + 6
-
-
 def collect_garbage():
     """On all ranks after the same step: a rank that collects on its own makes the others wait."""
     gc.collect()
@@ -1053,10 +1017,10 @@ class SampleStream:
         ranks, count = world.world_size, self.micro_batches_per_step
         if rest or count < ranks or cfg.global_batch_size > samples:
             raise UserError(
-                f"a global batch of {cfg.global_batch_size} samples does not fit: it needs whole "
-                f"micro-batches of {cfg.batch_size}, at least one for each of {ranks} ranks, and "
-                f"at most the {samples} samples of the training set (a resumed run keeps its "
-                "global batch; another --checkpoint-dir starts a new one)"
+                f"a global batch of {cfg.global_batch_size} samples does not fit: it must be a "
+                f"multiple of --batch-size {cfg.batch_size}, from {cfg.batch_size * ranks} (for "
+                f"{ranks} ranks) to {samples // cfg.batch_size * cfg.batch_size} (of {samples} "
+                "samples). A smaller --batch-size allows more; a resumed run keeps its global batch"
             )
         self.micro_batches = range(count * world.rank // ranks, count * (world.rank + 1) // ranks)
         if cfg.total_steps:
@@ -1425,7 +1389,7 @@ class Sums:
         shapes = {}
         for name, value in values.items():
             shapes[name] = value.shape
-            self.columns[interval, name].append((value, value._version))
+            self.columns[interval, name].append(value)
         if self.shapes is None:
             self.shapes = shapes
             for others in gather(shapes):
@@ -1451,12 +1415,7 @@ class Sums:
 
     def column(self, interval, name):
         """float64 [micro-batches, ...]"""
-        values = []
-        for value, version in self.columns[interval, name]:
-            if value._version != version:
-                raise UserError(f"Task.loss() must not change the sum {name} later: return a copy")
-            values.append(value)
-        return torch.stack(values).cpu().double()
+        return torch.stack(self.columns[interval, name]).cpu().double()
 
 
 def refuse_other_sums(shapes, expected, where):
@@ -1725,7 +1684,7 @@ def log_on_rank_0(text):
 STOP_NAMES = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"]
 STOP_SIGNALS = [getattr(signal, name) for name in STOP_NAMES if hasattr(signal, name)]
 STOP_REASONS = [*STOP_NAMES, "STOP file", "time limit"]
-REQUESTS = [*STOP_REASONS, "SAVE", "PROFILE"]
+REQUESTS = [*STOP_REASONS, "SAVE"]
 
 
 class StopRequests:
@@ -1775,7 +1734,6 @@ class StopRequests:
 
 
 # -------------------------------------------------------------------------------- CHECKPOINTS
-LOCK_SECONDS = 120  # to wait for another process to leave the run directory
 
 
 @contextmanager
@@ -1800,22 +1758,14 @@ def lock_directory(cfg):
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        for waited in range(LOCK_SECONDS + 1 if fcntl else 0):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                text = f"{directory} is in use by {file.read_text()}"
-            except OSError as error:
-                warn(f"no lock against a second process in this directory ({error})")
-                break
-            if waited == LOCK_SECONDS:
-                remedy = "stop that process, or set another --checkpoint-dir"
-                raise UserError(f"{text}: {remedy}", "in use")
-            HangTimer.idle = 0
-            if waited == 0:
-                log(f"{text}: waiting for its end, up to {LOCK_SECONDS} s")
-            time.sleep(1)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"{directory} is in use by {file.read_text()}"
+            remedy = "stop that process, or set another --checkpoint-dir"
+            raise UserError(f"{text}: {remedy}", "in use") from None
+        except (OSError, AttributeError) as error:  # or a system without fcntl
+            warn(f"no lock against a second process in this directory ({error})")
         file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         for leftover in [*directory.glob(".checkpoint_*.tmp"), directory / "STOP"]:
             leftover.unlink(missing_ok=True)
@@ -1889,17 +1839,10 @@ class Saver:
             state.best_score = -math.inf  # best.pt is the best of its directory
 
     def poll(self):
-        """On rank 0: SAVE, by the clock or by a file, and PROFILE, whose file it removes."""
-        requests = []
-        if is_rank_0():
-            is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
-            if is_late or (self.directory / "SAVE").exists():
-                requests.append("SAVE")
-            profile = self.directory / "PROFILE"
-            if profile.exists():
-                profile.unlink()
-                requests.append("PROFILE")
-        return requests
+        """Whether rank 0 is to save, because of the clock or a file."""
+        is_late = time.monotonic() > self.last_save + 60 * self.cfg.save_minutes
+        is_asked = is_late or (self.directory / "SAVE").exists()
+        return ["SAVE"] if is_rank_0() and is_asked else []
 
     def save(self, state, model, optimizer, scaler, seconds_left=0.0):
         """Write checkpoint_epoch_N.pt at the end of epoch N, else checkpoint_step_N.pt.
@@ -1922,6 +1865,8 @@ class Saver:
             self.has_failed = False
             self.saved_step = state.step
             self.write_status(state.step, "running", seconds_left=seconds_left)
+            if (self.directory / "SAVE").exists():
+                log(f"Saved {path.name}, as the file SAVE asks")
             paths = checkpoints_in(self.directory)
             paths.sort(key=lambda old: (old == path, old.lstat().st_mtime))
             for old in paths[: -self.cfg.keep]:  # this one is always among those that stay
@@ -2224,10 +2169,10 @@ def plain_options(task, cfg):
 
 
 def saved_options(parser, options):
-    """The parser, with the options of a checkpoint as defaults; argparse converts texts."""
+    """The parser, with the options of a checkpoint or a file as defaults; it converts texts."""
     parser.set_defaults(**options)
     for action in parser._actions:
-        action.required = False
+        action.required = action.required and action.dest not in options
     return parser
 
 
@@ -2270,73 +2215,67 @@ def parse_config(argv, task=None):
     files.add_argument("--config", type=path)
     files.add_argument("--evaluate", type=path)
     given, _ = files.parse_known_args(argv)
-    words = []
     if given.evaluate:  # the launchers also name a config, but a checkpoint has its own options
         saved = load_checkpoint(Path(given.evaluate))["config"]
         saved_options(parser, saved | {"nodes": None, "gpus_per_node": None})
     elif given.config:
-        words = read_config(given.config, task)
-    task.cfg = parser.parse_args(words + argv)
+        saved_options(parser, read_config(given.config, task))
+    task.cfg = parser.parse_args(argv)
     return task.cfg
 
 
 def read_config(file, task):
-    """The words of a command line for a YAML file like `epochs: 5`: ["--epochs=5"]."""
+    """{name in cfg: value}, from a YAML file of lines like `epochs: 5`."""
     try:
-        # All values are texts: `amp: off` stays "off", and nothing in the file is executed.
-        options = yaml.load(Path(file).read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+        # Texts: `amp: off` stays "off". Nothing in the file is executed.
+        content = Path(file).read_text(encoding="utf-8")
+        texts = yaml.load(content, yaml.BaseLoader) or {}
+        values = yaml.safe_load(content) or {}
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise UserError(f"cannot read --config {file} ({error})") from None
-    if not isinstance(options, dict):
+    if not isinstance(texts, dict):
         raise UserError(f"--config {file}: it needs lines like `epochs: 5`")
-    parser = saved_options(build_parser(task), {})
-    words = []
-    for name, value in options.items():
+    parser = build_parser(task)
+    flags = {}  # by their names in a file
+    for action in parser._actions:
+        action.required = False
+        for flag in action.option_strings:
+            flags.setdefault(action.dest, flag)
+            flags[flag.lstrip("-").replace("-", "_")] = flag
+    options = {}
+    for (name, text), value in zip(texts.items(), values.values()):
+        key = name.replace("-", "_")
         try:
-            found = words_of(parser, str(name).replace("-", "_"), value)
-            parser.parse_args(found)
+            if key not in flags:
+                raise UserError(f"there is no such option{did_you_mean(key, flags)}")
+            flag = flags[key]
+            dest = parser._option_string_actions[flag].dest
+            options[dest] = option_value(parser, flag, key, text, value)
         except UserError as error:
             raise UserError(f"--config {file}, {name}: {error}") from None
-        words += found
-    return words
+    return options
 
 
-def words_of(parser, key, value):
-    """The words that give an option this value of a YAML file, none if it is the default.
-
-    key: its name, or where argparse stores its value (dest), with _ instead of -.
-    """
-    flags = {word.lstrip("-").replace("-", "_"): word for word in parser._option_string_actions}
-    for action in parser._actions:
-        if action.dest == key and action.option_strings:
-            flags.setdefault(key, action.option_strings[0])
-            if value in ("", "null", "~") or texts_of(value) == texts_of(action.default):
-                return []
-            if action.nargs == 0 and texts_of(value) == texts_of(action.const):
-                return [action.option_strings[0]]
-    if key not in flags:
-        raise UserError(f"there is no such option{did_you_mean(key, [*flags])}")
-    flag = flags[key]
+def option_value(parser, flag, key, text, value):
+    """What argparse stores for a text, or a list of texts; value: as YAML reads it."""
     action = parser._option_string_actions[flag]
-    if isinstance(action, argparse._CountAction) and value.isdigit():
-        return [flag] * int(value)
-    if action.nargs == 0 and texts_of(value) == "true":
-        return [flag]
-    if action.nargs == 0 and texts_of(value) == "false":
-        return [word for word in action.option_strings if word.startswith("--no-") and word != flag]
-    if isinstance(action, argparse._AppendAction) and isinstance(value, list):
-        return [f"{flag}={part}" for part in value]  # once for each value
-    if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [f"{flag}={value}"]
-
-
-def texts_of(value):
-    """As YAML writes it."""
-    if isinstance(value, (list, tuple)):
-        return [str(part) for part in value]
-    text = str(value)
-    return text.lower() if text.lower() in ("true", "false") else text
+    if value is None:
+        return action.default
+    words = [f"{flag}={text}"]
+    if action.nargs == 0:
+        is_stored = isinstance(value, int) or value in (action.const, action.default)
+        if key == action.dest and is_stored:
+            return value
+        if isinstance(value, bool):
+            words = [flag] * value
+    elif isinstance(action, argparse._AppendAction) and isinstance(text, list):
+        action.default = None  # which they replace
+        words = [f"{flag}={part}" for part in text]
+    elif isinstance(text, list) and action.nargs:
+        words = [flag, *text]
+    elif isinstance(text, list) and isinstance(action.default, (list, tuple)):
+        return value  # as a type of the task makes it from one text
+    return getattr(parser.parse_args(words), action.dest)
 
 
 # --------------------------------------------------------------------------------------- MAIN

@@ -51,7 +51,7 @@ class Part:
 
 
 TABLE = r"^\|"
-SPEED = "python benchmarks/speed.py {gpu} --rounds {rounds} --idle --output="
+SPEED = "python benchmarks/speed.py {gpu} --rounds {rounds} --idle"
 CONVNET = SPEED + " --ranks 1 --steps {convnet_steps}"
 IMAGES = SPEED + " --model {resnet} --size {size} --workers {cores}"
 RESNET = IMAGES + " --dataset synthetic --batch {batch} --steps {steps}"

@@ -28,7 +28,7 @@ machine whose speed drifts affects all of them: compare the ratios. The output h
 rounds: samples per second over all ranks, the ratio to the first contestant (with its range), the
 seconds from the start to the end of the first step, and the peak memory of the largest rank (with
 --gpu, on the GPU). --idle adds the share of time in which the GPU runs no kernel, from a profile of
-the last tenth of the steps. --output is a bar chart. If a contestant fails, the others go on.
+the last tenth of the steps. If a contestant fails, the others go on.
 """
 
 import argparse
@@ -116,8 +116,8 @@ def take_turns(names: list[str], ranks: int, options) -> tuple[dict[str, list], 
     return measured, {n: failed.get(n, "not measured") for n in names if n not in measured}
 
 
-def compare(names: list[str], ranks: int, options) -> dict[str, list[float]]:
-    """Print a table. Returns the ratios to the first contestant, one per round, by contestant."""
+def compare(names: list[str], ranks: int, options) -> None:
+    """Print a table, with the ratios to the first contestant."""
     names = [name for name in names if name != "sums" or ranks > 1]
     turns, absent = take_turns(names, ranks, options)
     absent = options.absent | absent
@@ -125,41 +125,20 @@ def compare(names: list[str], ranks: int, options) -> dict[str, list[float]]:
     heads = [f"{ranks} rank(s)", "samples/s", f"/ {next(iter(turns), '-')}", "first step"]
     heads += ["peak memory", *["idle"] * options.idle]
     print(f"\n| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
-    ratios, others = {}, next(iter(turns.values()), [])
+    others = next(iter(turns.values()), [])
     for name, results in turns.items():
         speed, first, peak, idle = (statistics.median(r[k] for r in results) for k in results[0])
-        ratios[name] = [a["samples/s"] / b["samples/s"] for a, b in zip(results, others)]
-        low, high = min(ratios[name]), max(ratios[name])
+        ratios = [a["samples/s"] / b["samples/s"] for a, b in zip(results, others)]
+        low, high = min(ratios), max(ratios)
         cells = [
             name,
             f"{speed:.0f}",
-            f"{statistics.median(ratios[name]):.3f} ({low:.3f} to {high:.3f})",
+            f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
         ]
         cells += [f"{first:.1f} s", f"{peak:.0f} MB", *[f"{100 * idle:.1f} %"] * options.idle]
         print(f"| {' | '.join(cells)} |", flush=True)
     for name, reason in absent.items():
         print(f"| {name} | {reason} {'| ' * (len(heads) - 2)}|")
-    return ratios
-
-
-def plot(ratios: dict[int, dict[str, list[float]]], title: str, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(ratios), figsize=(5 * len(ratios), 3.2), squeeze=False)
-    for axis, (ranks, of_name) in zip(axes[0], ratios.items()):
-        names = list(of_name)[::-1]
-        middles = [statistics.median(of_name[name]) for name in names]
-        lower = [middle - min(of_name[name]) for name, middle in zip(names, middles)]
-        upper = [max(of_name[name]) - middle for name, middle in zip(names, middles)]
-        colors = ["tab:blue" if name == "ours" else "silver" for name in names]
-        axis.barh(names, middles, xerr=[lower, upper], color=colors, capsize=3)
-        axis.set(xlabel=f"samples/s, {names[-1]} = 1", title=f"{ranks} rank(s)")
-    figure.suptitle(title, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def cpu_name() -> str:
@@ -189,7 +168,6 @@ def parse_options() -> argparse.Namespace:
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="[all that are installed]")
     add("--before", type=Path, help="another checkout to compare with")
     add("--idle", action="store_true", help="also measure how long the GPU runs no kernel")
-    add("--output", default="speed.png", help="bar chart; empty: none [speed.png]")
     options = parser.parse_args()
     if (options.model == "simple_convnet") != (options.dataset == "mnist"):
         parser.error("simple_convnet needs mnist, torchvision's models need another --dataset")
@@ -231,11 +209,10 @@ def main() -> None:
             samples = contestants.needed(options.steps, options.batch, max(options.ranks))
             write_mnist(Path(directory), max(samples, 60_000))
             options.data_dir = directory
-        ratios = {ranks: compare(options.names, ranks, options) for ranks in options.ranks}
+        for ranks in options.ranks:
+            compare(options.names, ranks, options)
     if options.failed:
         sys.exit(1)
-    if options.output:
-        plot(ratios, machine, options.output)
 
 
 if __name__ == "__main__":

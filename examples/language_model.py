@@ -1,17 +1,16 @@
 """Train a small GPT on the characters of text files.
 
-    python examples/language_model.py --data-dir docs --optimizer adamw --lr 0.003 \
-        --batch-size 32 --checkpoint-dir runs/language_model
+    python examples/language_model.py --data-dir docs --lr 0.003 --batch-size 32 \
+        --checkpoint-dir runs/language_model
     TRAIN_SCRIPT=examples/language_model.py scripts/ssh/launch_singlenode.sh \
-        configs/default_config.yaml 2 --data-dir docs --optimizer adamw --lr 0.003 \
+        configs/default_config.yaml 2 --data-dir docs --lr 0.003 \
         --checkpoint-dir runs/language_model_2
 
 Shows tokens as input, and a loss per token. --data-dir holds .txt or .md files; the last tenth of
 their text is the test set. With a directory that holds Tiny Shakespeare, these are the settings of
 nanoGPT's shakespeare_char on a CPU (2,000 steps of 12 windows at random positions):
-    --windows 24000 --epochs 1 --layers 4 --width 128 --dropout 0 --batch-size 12 --optimizer adamw
-    --lr 1e-3 --min-lr-factor 0.1 --warmup-epochs 0.05 --beta2 0.99 --weight-decay 0.1
-    --clip-grad-norm 1
+    --windows 24000 --epochs 1 --layers 4 --width 128 --dropout 0 --batch-size 12 --lr 1e-3
+    --min-lr-factor 0.1 --warmup-epochs 0.05 --beta2 0.99 --weight-decay 0.1 --clip-grad-norm 1
 """
 
 import math
@@ -71,8 +70,7 @@ class LanguageModel(Task):
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         kinds, numbers = np.unique(codes, return_inverse=True)
         self.spec = {"characters": "".join(map(chr, kinds))}
-        numbers = torch.from_numpy(numbers)
-        train, test = numbers.split([len(text) * 9 // 10, len(text) - len(text) * 9 // 10])
+        train, test = torch.from_numpy(numbers).tensor_split([len(text) * 9 // 10])
         # Windows of the inputs and, one further on, of the targets: [n, length + 1]
         windows = train.unfold(0, cfg.length + 1, cfg.length)
         if cfg.windows:
@@ -85,15 +83,16 @@ class LanguageModel(Task):
         return TinyGpt(kinds, cfg.length, cfg.width, cfg.layers, cfg.dropout)
 
     def optimizer(self, cfg, model):
-        optimizer = super().optimizer(cfg, model)
-        for group in optimizer.param_groups:
-            if "betas" in group:
-                group["betas"] = (0.9, cfg.beta2)
-        return optimizer
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        norms = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+        options = {"betas": (0.9, cfg.beta2), "weight_decay": cfg.weight_decay}
+        return torch.optim.AdamW(groups, lr=cfg.lr, fused=True, **options)
 
     def lr_factor(self, cfg, step, total_steps):
         factor = super().lr_factor(cfg, step, total_steps)
-        return cfg.min_lr_factor + (1 - cfg.min_lr_factor) * factor
+        is_warmup = step < cfg.warmup_epochs / cfg.epochs * total_steps
+        return factor if is_warmup else cfg.min_lr_factor + (1 - cfg.min_lr_factor) * factor
 
     def loss(self, model, batch):
         (windows,) = batch

@@ -1,4 +1,4 @@
-"""Compute the statistics of BatchNorm over all GPUs, on whose number the results then depend.
+"""Compute the statistics of BatchNorm over all GPUs: the results then depend on their number.
 
     torchrun --standalone --nproc-per-node 2 examples/sync_batchnorm.py --synthetic \
         --image-size 32 --batch-size 4 --checkpoint-dir runs/sync_batchnorm

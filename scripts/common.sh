@@ -12,7 +12,11 @@ fail() {
 
 # start COMMAND ...: prints the command; unless DRY_RUN is set, it replaces this script.
 start() {
-  echo "\$$(printf ' %q' "$@")"
+  local command=("$@")
+  if [[ -n "${TRAIN_SCRIPT:-}" && "$*" != *"$TRAIN_SCRIPT"* ]]; then # the nodes find it in the environment
+    command=("TRAIN_SCRIPT=$TRAIN_SCRIPT" "$@")
+  fi
+  echo "\$$(printf ' %q' "${command[@]}")"
   check_python "$1"
   [[ -n "$DRY_RUN" ]] || exec "$@"
 }

@@ -13,6 +13,8 @@ record is a mean over the steps since the one before it: compare runs with the s
 Of two checkpoints, all tensors and all other values are compared, bit for bit, except for the
 options and what names the run and its code.
 
+First it prints which options differ, without those that name files.
+
 Exit code: 0 equal; 1 different; 2 user error.
 
 Examples:
@@ -26,9 +28,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+import yaml
 
 # What the trainer records in metrics.jsonl that differs between equal runs.
 NOT_COMPARED = {"time", "samples_per_second", "data_wait", "seconds_left", "gpu_memory_gb"}
+FILES = {"checkpoint_dir", "config", "resume"}  # options that say nothing about the training
 LONGEST = 200  # characters of a value to print
 
 
@@ -37,7 +41,11 @@ def main() -> int:
     if len(words) != 2:
         print(__doc__.strip())
         return 0 if "-h" in words or "--help" in words else 2
-    is_equal, text = compare(Path(words[0]), Path(words[1]))
+    a, b = Path(words[0]), Path(words[1])
+    is_equal, text = compare(a, b)
+    options = compare_options(options_of(a), options_of(b))
+    if options:
+        print(f"Options that differ: {options}")
     print(text)
     return 0 if is_equal else 1
 
@@ -70,6 +78,26 @@ def compare(a: Path, b: Path) -> tuple[bool, str]:
         if difference:
             return False, f"First difference: {name}: {difference}"
     return True, f"Equal: {what} ({len(names)} values)."
+
+
+def options_of(path: Path) -> dict:
+    """Those of a run or a checkpoint that compare() has read; {} if they are not there."""
+    if path.suffix == ".pt":
+        content = torch.load(str(path), mmap=True, map_location="cpu", weights_only=True)
+        return content.get("config", {}) if isinstance(content, dict) else {}
+    directory = path if path.is_dir() else path.parent
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        return yaml.safe_load((directory / "config.yaml").read_text()) or {}
+    return {}
+
+
+def compare_options(ours: dict, theirs: dict) -> str:
+    """Such as "lr 0.05 in A, 0.1 in B"; "" if all are equal."""
+    different = []
+    for name in sorted((ours.keys() & theirs.keys()) - FILES):
+        if ours[name] != theirs[name]:
+            different.append(f"{name} {ours[name]} in A, {theirs[name]} in B")
+    return "; ".join(different)
 
 
 def read_records(path: Path) -> dict[str, dict]:

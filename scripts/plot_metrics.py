@@ -4,15 +4,17 @@
     python scripts/plot_metrics.py checkpoints                      # -> checkpoints/metrics.png
     python scripts/plot_metrics.py runs/a runs/b -o comparison.png  # runs compared
 
-A run is a directory that train_distributed.py wrote to. Small points: training, one per record in
-metrics.jsonl. Large ones: the test set after each epoch. A loss that is always positive has a
-logarithmic scale.
+A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
+metrics.jsonl, without those that average less than half as many steps as usual, such as at the end
+of an epoch. Dots: the test set after each epoch. Every second run is dashed. A loss that is always
+positive has a logarithmic scale.
 """
 
 import argparse
 import json
 import math
 import re
+import statistics
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +35,10 @@ class Run:
             with suppress(ValueError):  # half a line: the run is being written, or was killed
                 record = json.loads(line)
                 last[record["step"], record["kind"]] = record
-        self.records = [last[key] for key in sorted(last)]
+        records = [last[key] for key in sorted(last)]
+        train = [record for record in records if record["kind"] == "train"]
+        others = [record for record in records if record["kind"] != "train"]
+        self.records = without_short(train) + others
 
     def metrics(self) -> list[str]:
         """Their names, as in Task.report(), in the order of the file."""
@@ -48,6 +53,15 @@ class Run:
                 value = record[key]
                 found.append((record["step"], math.nan if value is None else value))
         return found
+
+
+def without_short(records: list[dict]) -> list[dict]:
+    """Without those that average less than half as many steps as usual: they are noise."""
+    steps = [record["step"] for record in records]
+    lengths = [after - before for before, after in zip(steps, steps[1:])]
+    usual = statistics.median(lengths) if lengths else 0
+    long = [record for record, length in zip(records[1:], lengths) if 2 * length >= usual]
+    return records[:1] + long
 
 
 def draw(runs: list[Run], output: Path) -> None:
@@ -72,16 +86,19 @@ def draw(runs: list[Run], output: Path) -> None:
 def draw_panel(axes, name: str, runs: list[Run]) -> None:
     """The metric of all runs that have it."""
     for number, run in enumerate(runs):
+        line = "--" if number % 2 else "-"  # where runs agree, both are seen
         curves = {
             "training": run.points(name, "train") or run.points(name),  # of steps, or of epochs
             "validation": run.points(f"validation_{name}"),
             "test": run.points(f"test_{name}"),
         }
         for what, curve in curves.items():
+            style = {"ms": 4 if number % 2 else 7}  # points
+            if what == "training":
+                style = {"ms": 2, "lw": 1, "alpha": 0.5}
             if curve:
-                style = ".-" if what == "training" else "o-"
                 label = f"{run.name} {what}"
-                axes.plot(*zip(*curve), style, color=f"C{number}", label=label)
+                axes.plot(*zip(*curve), f"o{line}", color=f"C{number}", label=label, **style)
     axes.set_title(name.replace("_", " ").capitalize())
     axes.set_xlabel("step")
     if name.endswith("loss") and axes.dataLim.ymin > 0:

@@ -94,10 +94,10 @@ main() {
 
 Your model: $RUN_DIR/checkpoint_epoch_*.pt   Its metrics: $RUN_DIR/metrics.jsonl, metrics.png
 Next:
-  scripts/quickstart.sh --epochs 10           continue the same run
-  source $VENV/bin/activate                   then run the trainer directly:
-  torchrun --standalone --nproc-per-node 2 scripts/guard.py train_distributed.py --dataset mnist --checkpoint-dir runs/mnist
-  python train_distributed.py --help          every option
+  scripts/quickstart.sh --epochs 10              continue the same run
+  source $VENV/bin/activate
+  scripts/ssh/launch_singlenode.sh configs/default_config.yaml 2 --dataset mnist --checkpoint-dir runs/mnist
+  python train_distributed.py --help             every option
 END
 }
 

@@ -76,6 +76,20 @@ FAULT_IN_LOSS = """if True:
     task = Faulty()
 """
 
+# A rank runs a statement before a step.
+FAULT_IN_STEP = """if True:
+    import os, time
+    import torch
+    import train_distributed as trainer
+
+    def train_step(cfg, world, stream, loss_of, *more, inner=trainer.train_step):
+        if more[-2] == {step} and world.rank == {rank}:
+            {fault}
+        inner(cfg, world, stream, loss_of, *more)
+
+    trainer.train_step = train_step
+"""
+
 # One fsync takes some seconds after the process has received a signal.
 SLOW_DISK = """if True:
     import os, signal, time
@@ -329,7 +343,7 @@ def bf16_settings(command: list[str]) -> dict[str, str] | None:
     return None
 
 
-def _rank(argv: list[str], env: dict[str, str], log: str, before: str) -> None:
+def _rank(argv: list[str], env: dict[str, str], log: str, before: str, task) -> None:
     assert "preload" in sys.modules, "each rank would import torch"
     for number, name in ((1, f"{log}.out"), (2, f"{log}.err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -349,7 +363,7 @@ def _rank(argv: list[str], env: dict[str, str], log: str, before: str) -> None:
     else:
         import train_distributed
 
-        train_distributed.main(scope.get("task"), argv[1:])
+        train_distributed.main(scope.get("task") or (task and task()), argv[1:])
 
 
 def run_ranks(
@@ -357,6 +371,7 @@ def run_ranks(
     *command: str,
     env=lambda rank: {},
     before: str = "",
+    task=None,
     during=None,
     timeout: float = 240,
     directory: Path | None = None,
@@ -364,8 +379,8 @@ def run_ranks(
     """Run the trainer or guard.py on `ranks` ranks, which start and end as under torchrun.
 
     env(rank) returns variables in addition to torchrun's; None removes a variable. `before` is
-    Python code that each rank executes first; it may set `task`, which the trainer then trains.
-    during(processes) is called while they run.
+    Python code that each rank executes first. The trainer trains a task of the class `task`, or
+    the `task` that this code sets. during(processes) is called while they run.
     """
     if os.environ.get("WITHOUT_SAFEGUARD"):  # a hang is then expected
         timeout = min(timeout, 120)
@@ -380,7 +395,7 @@ def run_ranks(
             **env(rank),
         }
         variables = {name: str(value) for name, value in variables.items() if value is not None}
-        arguments = list(map(str, command)), variables, f"{logs}/{rank}", before
+        arguments = list(map(str, command)), variables, f"{logs}/{rank}", before, task
         process = context.Process(target=_rank, args=arguments)
         process.start()
         processes.append(process)

@@ -3,6 +3,7 @@
 import gc
 import os
 
+import pytest  # noqa: F401
 import torch
 import torchvision  # noqa: F401
 

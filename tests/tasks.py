@@ -1,20 +1,22 @@
-"""Tasks of the tests; as a script, it trains Photos.
-
-Strings are for `before` of the harness.
-"""
+"""Tasks of the tests; as a script, it trains Photos."""
 
 import sys
+import textwrap
 from pathlib import Path
 
+import torch
 from torchvision.models import resnet18
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from examples.imagenet import Images  # noqa: E402
-from train_distributed import Normalized, SimpleConvNet, Task, main  # noqa: E402
-
-PHOTOS = "import tasks; task = tasks.Photos()"
-RESNET = "import tasks; task = tasks.ResNet()"
+from train_distributed import (  # noqa: E402
+    InMemoryDataset,
+    Normalized,
+    SimpleConvNet,
+    Task,
+    main,
+)
 
 
 class Photos(Images):
@@ -34,6 +36,57 @@ class ResNet(Task):
 
     def blocks(self, model):
         return Images.blocks(self, model)
+
+
+QUICK = ["--batch-size=8", "--warmup-epochs=0"]
+
+
+class Small(Task):
+    """A small regression, to be subclassed."""
+
+    best = "loss"
+    best_is_lowest = True
+
+    def data(self, cfg):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        y = x.sum(1, keepdim=True)
+        return InMemoryDataset(x[:48], y[:48]), InMemoryDataset(x[48:], y[48:])
+
+    def model(self, cfg):
+        return torch.nn.Linear(4, 1)
+
+    def loss(self, model, batch):
+        x, y = batch
+        return (model(x) - y).square().mean(), {}
+
+    def report(self, sums):
+        return {"loss": sums["loss"] / sums["count"]}
+
+
+MINE = """
+import os
+import numpy as np
+import torch
+import train_distributed as trainer
+from tasks import Small
+
+class Mine(Small):
+{}
+
+task = Mine()
+"""
+
+
+def small(methods: str = "pass") -> dict[str, str]:
+    """For train(): a subclass of Small with these methods."""
+    return {"before": MINE.format(textwrap.indent(methods.strip(), "    "))}
+
+
+def task_of(methods: str = "pass") -> Task:
+    """The task of small(), for this process."""
+    scope: dict = {}
+    exec(small(methods)["before"], scope)
+    return scope["task"]
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
-from harness import PLAIN, REPO, TORCHRUN, launch, run_ranks, train, write_mnist
+from harness import NO_LAUNCHER, PLAIN, REPO, launch, run_ranks, train, write_mnist
 
-from train_distributed import UserError, parse_config
+import train_distributed
+from train_distributed import Task, UserError, World, parse_config
 
 
 def refuse(directory, *options, ranks=1, **more) -> str:
@@ -20,10 +20,24 @@ def refuse(directory, *options, ranks=1, **more) -> str:
 def sentence_of(result) -> str:
     assert result.codes[0] == 2, "\n".join(result.out + result.err)
     assert set(result.codes) <= {2, -signal.SIGTERM}
-    lines = [line for err in result.err for line in err.splitlines() if "WARNING" not in line]
+    return only_error("".join(result.err))
+
+
+def only_error(text: str) -> str:
+    """The sentence, which is the only line of stderr that is no warning."""
+    lines = [line for line in text.splitlines() if "WARNING" not in line]
     assert len(lines) == 1, f"not one sentence: {lines}"
-    assert lines[0].startswith("train_distributed.py: error: ")
-    return lines[0].removeprefix("train_distributed.py: error: ")
+    name, sentence = lines[0].split(": error: ", maxsplit=1)
+    assert " " not in name
+    return sentence
+
+
+def refuse_here(capsys, directory, *options, task=None) -> str:
+    """Like refuse(), in this process, which is faster."""
+    with pytest.raises(SystemExit) as ended:
+        train_distributed.main(task, [f"--checkpoint-dir={directory}", *options])
+    assert ended.value.code == 2
+    return only_error(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +72,12 @@ def test_an_unknown_option_or_a_wrong_value_is_named(option, expected):
             "epochs: three",
             "options.yaml, epochs: argument --epochs: invalid positive value: 'three'",
         ),
-        ("epochs: [3, 4]", "options.yaml, epochs: unrecognized arguments: 4"),
+        ("epochs: [3, 4]", "options.yaml, epochs: argument --epochs: invalid positive value: "),
         ("training: {epochs: 3}", "options.yaml, training: there is no such option"),
         ("compile: maybe", "--no-compile: ignored explicit argument 'maybe'"),
         ("- epochs", "options.yaml: it needs lines like `epochs: 5`"),
         ("lr: 1\n  epochs: 3", "cannot read --config "),
-        ("seed: !!python/object/apply:os._exit [x]", "argument --seed: "),  # it is not executed
+        ("seed: !!python/object/apply:os._exit [x]", "cannot read --config "),  # not executed
         (None, "No such file or directory"),
     ],
 )
@@ -76,20 +90,14 @@ def test_a_mistake_in_a_config_file_is_named(tmp_path, text, expected):
     assert expected in str(refused.value)
 
 
-@pytest.mark.parametrize(("batch", "ranks"), [(20, 2), (16, 3)])
-def test_the_global_batch_must_be_micro_batches_for_all_ranks(tmp_path, tiny, batch, ranks):
-    message = refuse(tmp_path / "r", *tiny, f"--global-batch-size={batch}", ranks=ranks)
-    assert message == (
-        f"a global batch of {batch} samples does not fit: it needs whole micro-batches of 8, at "
-        f"least one for each of {ranks} ranks, and at most the 203 samples of the training set "
-        "(a resumed run keeps its global batch; another --checkpoint-dir starts a new one)"
-    )
-
-
-def test_a_global_batch_of_more_samples_than_there_are_is_refused(tmp_path, tiny):
-    message = refuse(tmp_path / "r", *tiny, "--batch-size=204")
-    assert "a global batch of 204 samples does not fit" in message
-    assert "at most the 203 samples" in message
+@pytest.mark.parametrize(("batch", "ranks"), [(20, 2), (16, 3), (208, 1)])
+def test_the_global_batch_must_be_micro_batches_for_all_ranks(batch, ranks):
+    cfg = parse_config(["--batch-size=8", f"--global-batch-size={batch}"])
+    with pytest.raises(UserError) as refused:
+        train_distributed.SampleStream(Task(), cfg, World(0, ranks), range(203))
+    message = str(refused.value)
+    assert f"a global batch of {batch} samples does not fit" in message
+    assert f"multiple of --batch-size 8, from {8 * ranks} (for {ranks} ranks) to 200" in message
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):
@@ -133,8 +141,10 @@ CHANGES = {
 }
 
 
-def test_what_makes_a_run_this_run_cannot_be_changed_in_a_named_directory_either(finished, tiny):
-    message = refuse(finished, *tiny, *CHANGES, "--lr=0.5")
+def test_what_makes_a_run_this_run_cannot_be_changed_in_a_named_directory_either(
+    finished, tiny, capsys
+):
+    message = refuse_here(capsys, finished, *tiny, *CHANGES, "--lr=0.5")
     assert message.startswith("the options of this run have changed (")
     for change in [*CHANGES.values(), "lr 0.05 -> 0.5"]:
         assert change in message
@@ -159,67 +169,60 @@ def test_the_same_command_without_a_directory_continues_its_run(one_epoch, tiny)
     assert again.codes == [0] and "Finished at step 26 of 26" in again.out[0]
 
 
-def test_a_checkpoint_of_other_data_of_the_same_kind_is_refused(finished, tmp_path):
+def test_a_checkpoint_of_other_data_of_the_same_kind_is_refused(finished, tmp_path, capsys):
     other = write_mnist(tmp_path / "other", train=99, test=9)
-    message = refuse(finished, "--dataset=mnist", f"--data-dir={other}", "--batch-size=8")
+    options = ["--dataset=mnist", f"--data-dir={other}", "--batch-size=8"]
+    message = refuse_here(capsys, finished, *options)
     assert "samples 203 -> 99" in message and message.endswith(" cannot change")
 
 
-OTHER_TASK = """if True:
-    import train_distributed as trainer
-
-    class Other(trainer.Task):
-        def data(self, cfg):
-            sets = super().data(cfg)
-            self.spec = {"classes": list("abcdefghij")}
-            return sets
-
-    Other.__name__ = {name!r}
-    task = Other()
-"""
+class Other(Task):
+    def data(self, cfg):
+        sets = super().data(cfg)
+        self.spec = {"classes": list("abcdefghij")}
+        return sets
 
 
 @pytest.mark.parametrize(
     ("name", "expected"), [("Other", "task Task -> Other"), ("Task", "spec {'classes': ['0', ")]
 )
 def test_a_checkpoint_of_another_task_or_of_other_classes_is_refused(
-    finished, tiny, name, expected
+    finished, tiny, capsys, name, expected
 ):
-    before = OTHER_TASK.replace("{name!r}", repr(name))
-    message = refuse(finished, *tiny, before=before)
-    assert f"have changed ({expected}" in message
+    task = type(name, (Other,), {})()
+    assert f"have changed ({expected}" in refuse_here(capsys, finished, *tiny, task=task)
 
 
-@pytest.mark.parametrize("option", ["--resume={}", "--init={}"])
-def test_a_directory_with_checkpoints_is_not_given_another_beginning(
-    tmp_path, finished, tiny, option
-):
+@pytest.mark.parametrize("option", ["--resume", "--init"])
+def test_a_directory_with_checkpoints_is_not_given_another_beginning(tmp_path, finished, option):
     """Before, --resume FILE was ignored in silence there."""
-    file = tmp_path / "checkpoint_epoch_1.pt"
-    file.write_bytes((finished / "checkpoint_epoch_1.pt").read_bytes())
-    option = option.format(file)
-    message = refuse(finished, *tiny, option)
-    text = f"{option.replace('=', ' ')}, but {finished} has a run of its own"
-    assert message == f"{text}: set another --checkpoint-dir"
+    cfg = parse_config([f"{option}={tmp_path}/file.pt", f"--checkpoint-dir={finished}"])
+    with pytest.raises(UserError) as refused:
+        train_distributed.find_checkpoint(cfg)
+    text = f"{option} {tmp_path}/file.pt, but {finished} has a run of its own"
+    assert str(refused.value) == f"{text}: set another --checkpoint-dir"
 
 
-@pytest.mark.parametrize("content", ["missing", "text", "pickle", "old version"])
-def test_a_foreign_checkpoint_is_refused_and_not_executed(tmp_path, tiny, content):
-    foreign, canary = tmp_path / "foreign.pt", tmp_path / "canary"
-    if content == "text":
-        foreign.write_text("not a checkpoint")
-    elif content == "old version":
-        torch.save({"format": 8, "progress": {"global_step": 3}, "model": {}}, foreign)
-    elif content == "pickle":
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
 
-        class Evil:
-            def __reduce__(self):
-                return os.mkdir, (str(canary),)
 
-        torch.save(Evil(), foreign)
-    message = refuse(tmp_path / "r", *tiny, f"--resume={foreign}")
-    assert str(foreign) in message and not canary.exists()
-    assert ("of another version of the trainer" in message) == (content != "missing")
+def test_a_foreign_checkpoint_is_refused_and_not_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    foreign = tmp_path / "foreign.pt"
+    cfg = parse_config([f"--resume={foreign}", f"--checkpoint-dir={tmp_path}"])
+    old = {"format": 8, "progress": {"global_step": 3}, "model": {}}
+    for content in (None, b"not a checkpoint", Evil(), old):
+        if isinstance(content, bytes):
+            foreign.write_bytes(content)
+        elif content:
+            torch.save(content, foreign)
+        with pytest.raises(UserError) as refused:
+            train_distributed.find_checkpoint(cfg)
+        assert str(foreign) in str(refused.value) and not Path("executed").exists()
+        is_there = content is not None
+        assert ("of another version of the trainer" in str(refused.value)) == is_there
 
 
 def test_missing_data_without_a_network_is_named(tmp_path):
@@ -234,42 +237,39 @@ def test_damaged_data_is_named(tmp_path):
     root = write_mnist(tmp_path / "half", train=203, test=103)
     images = root / "MNIST/raw/train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:-100])
-    message = refuse(tmp_path / "r", "--dataset=mnist", f"--data-dir={root}")
-    assert message.startswith(f"cannot read MNIST in {root}: ")
+    with pytest.raises(UserError, match=f"^cannot read MNIST in {root}: "):
+        Task().data(parse_config(["--dataset=mnist", f"--data-dir={root}"]))
 
 
-def test_another_launch_than_asked_for_is_refused(tmp_path, tiny):
-    for option in ("--nodes=2", "--gpus-per-node=4"):
-        message = refuse(tmp_path / "run", *tiny, option, ranks=2)
-        text = "--nodes or --gpus-per-node: this launch has 1 x 2 ranks: the launcher sets "
-        assert message == text + "their number (torchrun: --nproc-per-node)"
-    if not torch.cuda.is_available():
-        message = refuse(tmp_path / "run", *tiny, "--distributed-backend=nccl", ranks=2)
-        expected = "--distributed-backend nccl needs GPUs, and PyTorch finds none: use gloo"
-        assert message == expected
+TWO_RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+OF_THE_LAUNCHER = "this launch has 1 x 2 ranks: the launcher sets their number"
 
 
-def test_a_mistyped_option_is_one_sentence_on_the_command_line(tmp_path):
-    command = [*TORCHRUN, REPO / "train_distributed.py", "--bacth-size=8"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert result.returncode == 1  # torchrun's
-    error = "unrecognized arguments: --bacth-size=8, did you mean --batch-size?"
-    printed = result.stderr.count(f"train_distributed.py: error: {error}\n")
-    assert printed in (1, 2)  # rank 1 waits some seconds for rank 0
-    assert result.stdout == "" and result.stderr.count("Error: ") <= 1  # torchrun's own
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("env", "option", "expected"),
+    [
+        (TWO_RANKS, "--nodes=2", OF_THE_LAUNCHER),
+        (TWO_RANKS, "--gpus-per-node=4", OF_THE_LAUNCHER),
+        (TWO_RANKS, "--distributed-backend=nccl", "nccl needs GPUs, and PyTorch finds none"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "--epochs=1", "MASTER_ADDR, MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "two"}, "--epochs=1", "WORLD_SIZE is 'two'"),
+    ],
+)
+def test_another_launch_than_asked_for_is_refused(monkeypatch, env, option, expected):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=expected):
+        train_distributed.setup_distributed(parse_config([option]))
 
 
 def test_an_own_script_shows_its_name_and_docstring(tmp_path):
     script = tmp_path / "my_train.py"
     script.write_text('"""Train my network."""\nfrom train_distributed import main\nmain()\n')
-    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
 
-    def run(option: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(REPO / "scripts/guard.py"), str(script), option]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    def run(option: str):
+        return run_ranks(1, REPO / "scripts/guard.py", script, option, env=lambda _: NO_LAUNCHER)
 
-    printed = run("--help").stdout
+    (printed,) = run("--help").out
     assert printed.startswith("usage: my_train.py ") and "\nTrain my network.\n" in printed
-    assert run("--epochs=0").stderr.startswith("my_train.py: error: argument --epochs: ")
+    (error,) = run("--epochs=0").err
+    assert error.startswith("my_train.py: error: argument --epochs: ")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 
@@ -130,6 +131,25 @@ def test_tensors_of_any_type_are_compared_bit_for_bit(tmp_path):
         is_equal, text = compare_runs.compare(*paths)
         assert expected in text and is_equal == (not change)
         assert compare_runs.compare(*reversed(paths))[0] == is_equal
+
+
+def test_options_that_differ_are_named_first(run, tmp_path, compare):
+    (tmp_path / "other").mkdir()
+    shutil.copy(run / "metrics.jsonl", tmp_path / "other")
+    options = (run / "config.yaml").read_text()
+    lr = re.search(r"(?m)^lr: (.*)$", options)[1]
+    options = options.replace(f"\nlr: {lr}\n", "\nlr: 0.7\n").replace(str(run), "elsewhere")
+    (tmp_path / "other/config.yaml").write_text(options)
+    code, out, _ = compare(run, tmp_path / "other")
+    first, second = out.splitlines()
+    assert first == f"Options that differ: lr {lr} in A, 0.7 in B"
+    assert code == 0 and second.startswith("Equal: ")
+    checkpoint = run / "checkpoint_epoch_2.pt"
+    content = torch.load(checkpoint, weights_only=True)
+    content["config"]["seed"] += 1
+    torch.save(content, tmp_path / "other.pt")
+    _, out, _ = compare(checkpoint, tmp_path / "other.pt")
+    assert out.startswith("Options that differ: seed ") and out.count("\n") == 2
 
 
 def test_user_errors_are_one_sentence(tmp_path, run, compare):

@@ -1,12 +1,14 @@
 """The data sets: reading, augmentation, and which rank downloads."""
 
 import io
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import struct
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from PIL import Image, PngImagePlugin
 import train_distributed
 from examples.imagenet import image_folders, read_image
 from examples.tar_shards import TarShards
-from train_distributed import InMemoryDataset, Normalized, SeededDataset, UserError
+from train_distributed import Normalized, SeededDataset, UserError
 
 
 def options(images, *more) -> list[str]:
@@ -30,11 +32,11 @@ def options(images, *more) -> list[str]:
 def test_image_files_resume_bitwise_with_other_workers_and_ranks(tmp_path, images):
     """Two epochs of random crops on one rank, read by two workers, are the reference."""
     reproducible = options(images, "--reproducible")
-    before = tasks.PHOTOS
-    untouched = train(tmp_path / "untouched", 1, *reproducible, "--num-workers=2", before=before)
+    photos = {"task": tasks.Photos}
+    untouched = train(tmp_path / "untouched", 1, *reproducible, "--num-workers=2", **photos)
     for ranks, workers, step in ((3, 0, 5), (2, 1, 7)):
         more = [f"--num-workers={workers}", f"--stop-at-step={step}"]
-        run = train(tmp_path / "run", ranks, *reproducible, *more, before=before)
+        run = train(tmp_path / "run", ranks, *reproducible, *more, **photos)
     assert_same_state(run.newest(), untouched.newest())
     ours, theirs = ([r["test_loss"] for r in x.records("epoch")] for x in (run, untouched))
     assert ours == theirs and len(ours) == 2
@@ -47,7 +49,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path, images):
     for workers in (0, 1):
         run = tmp_path / f"run{workers}"
         words = options(broken, f"--num-workers={workers}")
-        result = launch(run, 1, *words, before=tasks.PHOTOS)
+        result = launch(run, 1, *words, task=tasks.Photos)
         assert result.codes == [2]
         assert result.err[0].count("\n") == 1
         assert f"error: cannot read {bad} (" in result.err[0]
@@ -167,9 +169,8 @@ def test_folders_without_images_or_of_other_classes_are_named(tmp_path, images):
     needed = f"--data-dir needs images in {empty}/train/CLASS/ and {empty}/val/CLASS/"
     text = f"these classes of {other} are hidden, or only in train/ or val/: a"
     for data, expected in ((empty, needed), (other, text)):
-        result = launch(tmp_path / "run", 2, *options(data), before=tasks.PHOTOS)
-        assert result.codes[0] == 2 and result.err[1] == ""
-        assert f"error: {expected}" in result.err[0]
+        with pytest.raises(UserError, match=re.escape(expected)):
+            image_folders(data, 32)
 
 
 class Drawn(torch.utils.data.Dataset):
@@ -202,137 +203,102 @@ def test_all_generators_are_seeded_for_each_micro_batch():
         assert not set(other) & set(first)
 
 
-OWN = """if True:
-    import multiprocessing, os
-    import numpy as np
-    import torch
-    from train_distributed import Task
+class Rows:
+    """Augments with a generator of its own, and opens its file when it reads a sample."""
 
-    class Rows:
-        # Augments with a generator of its own, and opens its file when it reads a sample.
-        process = None
+    process = None
 
-        def __init__(self, count):
-            self.count = count
+    def __init__(self, count):
+        self.count = count
 
-        def __len__(self):
-            return self.count
+    def __len__(self):
+        return self.count
 
-        def seed_sample(self, seed, epoch):
-            self.generator = np.random.default_rng(seed)
+    def seed_sample(self, seed, epoch):
+        self.generator = np.random.default_rng(seed)
 
-        def __getitem__(self, index):
-            self.process = self.process or os.getpid()
-            assert self.process == os.getpid(), "the file of another process is read"
-            row = torch.rand(4) + float(self.generator.random()) + index
-            return row, index % 3
+    def __getitem__(self, index):
+        self.process = self.process or os.getpid()
+        assert self.process == os.getpid(), "the file of another process is read"
+        row = torch.rand(4) + float(self.generator.random()) + index
+        return row, index % 3
 
-    class Own(Task):
-        def data(self, cfg):
-            return Rows(50), Rows(20)
 
-        def model(self, cfg):
-            return torch.nn.Linear(4, 3)
+class Own(train_distributed.Task):
+    rows = Rows
 
-    task = Own()
-"""
+    def data(self, cfg):
+        return self.rows(50), self.rows(20)
 
-DICTIONARIES = """
-    class Named(Rows):
-        def __getitem__(self, index):
-            row, label = super().__getitem__(index)
-            return {"row": row, "more": {"label": label, "name": str(index)}}
+    def model(self, cfg):
+        return torch.nn.Linear(4, 3)
 
-    class Dictionaries(Own):
-        def data(self, cfg):
-            return Named(50), Named(20)
 
-        def loss(self, model, batch):
-            assert isinstance(batch["more"]["name"][0], str)
-            if model.training:  # those of an evaluation have ended
-                assert len(multiprocessing.active_children()) == 2
-            return super().loss(model, [batch["row"], batch["more"]["label"]])
+class NamedRows(Rows):
+    def __getitem__(self, index):
+        row, label = super().__getitem__(index)
+        return {"row": row, "more": {"label": label, "name": str(index)}}
 
-    task = Dictionaries()
-"""
 
-PADDED = """
-    class Lines:
-        def __len__(self):
-            return 50
+class Dictionaries(Own):
+    rows = NamedRows
 
-        def __getitems__(self, indices):  # as of a data base, which is asked once
-            return [(torch.rand(1 + index % 4), index % 3) for index in indices]
+    def loss(self, model, batch):
+        assert isinstance(batch["more"]["name"][0], str)
+        if model.training:  # those of an evaluation have ended
+            assert len(multiprocessing.active_children()) == 2
+        return super().loss(model, [batch["row"], batch["more"]["label"]])
 
-    def pad(samples):
-        rows, labels = zip(*samples)
-        rows = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])), torch.tensor(labels)
 
-    class Padded(Own):
-        def data(self, cfg):
-            return Lines(), Lines()
+class Lines(Rows):
+    def __getitems__(self, indices):  # as of a data base, which is asked once
+        return [(torch.rand(1 + index % 4), index % 3) for index in indices]
 
-        def loader_options(self):
-            return {"collate_fn": pad}
 
-    task = Padded()
-"""
+def pad(samples):
+    rows, labels = zip(*samples)
+    rows = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])), torch.tensor(labels)
+
+
+class Padded(Own):
+    rows = Lines
+
+    def loader_options(self):
+        return {"collate_fn": pad}
 
 
 def test_own_data_sets_train_alike_with_and_without_workers(tmp_path):
     options = ["--batch-size=4", "--epochs=2", "--lr=0.01"]
-    tuples = train(tmp_path / "tuples", 2, *options, "--num-workers=0", before=OWN)
+    tuples = train(tmp_path / "tuples", 2, *options, "--num-workers=0", task=Own)
     more = ["--num-workers=2"]
-    named = train(tmp_path / "named", 2, *options, *more, before=OWN + DICTIONARIES)
+    named = train(tmp_path / "named", 2, *options, *more, task=Dictionaries)
     ours, theirs = named.newest(), tuples.newest()
     assert_same_state(ours, theirs)
 
 
 def test_samples_of_several_lengths_are_collated_and_fetched_a_micro_batch_at_a_time(tmp_path):
     options = ["--batch-size=4", "--epochs=1", "--reproducible", "--global-batch-size=8"]
-    task = OWN + PADDED
-    one = train(tmp_path / "one", 1, *options, "--num-workers=0", before=task)
-    two = train(tmp_path / "two", 2, *options, "--num-workers=1", before=task)
+    one = train(tmp_path / "one", 1, *options, "--num-workers=0", task=Padded)
+    two = train(tmp_path / "two", 2, *options, "--num-workers=1", task=Padded)
     assert_same_state(one.newest(), two.newest())
 
 
+class BrokenRows(Rows):
+    def __getitem__(self, index):
+        return {}["image"]
+
+
+class Broken(Own):
+    rows = BrokenRows
+
+
 def test_an_exception_of_the_data_set_keeps_its_traceback(tmp_path):
-    broken = OWN + "\n    Rows.__getitem__ = lambda self, index: {}['image']\n"
-    result = launch(tmp_path / "run", 1, "--batch-size=4", "--num-workers=1", before=broken)
+    options = ["--batch-size=4", "--num-workers=1"]
+    result = launch(tmp_path / "run", 1, *options, task=Broken)
     assert result.codes == [1]
-    assert "KeyError: 'image'" in result.err[0] and "in <lambda>\n" in result.err[0]
+    assert "KeyError: 'image'" in result.err[0] and "in __getitem__\n" in result.err[0]
     assert "train_distributed.py: error: " not in result.err[0]
-
-
-class OfData(train_distributed.Task):
-    """A task with these data sets."""
-
-    def __init__(self, *data_sets):
-        self.data_sets = data_sets
-
-    def data(self, cfg):
-        return self.data_sets
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        yield torch.zeros(1)
-
-
-def refusal_of(train_set, test_set) -> str:
-    cfg = train_distributed.parse_config([])
-    with pytest.raises(UserError) as refused:
-        train_distributed.open_data(OfData(train_set, test_set), cfg)
-    return str(refused.value)
-
-
-def test_a_data_set_without_an_index_or_without_samples_is_refused():
-    one, none = InMemoryDataset(torch.zeros(1)), InMemoryDataset(torch.zeros(0))
-    refusal = "Stream has no index: use a data set with __getitem__()"
-    assert refusal_of(Stream(), one).startswith(refusal)
-    for sets in ((none, one), (one, none)):
-        assert "no samples" in refusal_of(*sets)
 
 
 def test_floats_and_bytes_are_normalized_alike_and_gray_becomes_color():
@@ -378,23 +344,16 @@ def test_a_rank_has_one_loader_worker_per_core(monkeypatch, cores, ranks_here, b
     assert train_distributed.cores_of_rank() == workers
 
 
-DOWNLOAD = """if True:
-    import os, pathlib, time
-    import train_distributed as trainer
-
-    class Downloads(trainer.Task):
-        def data(self, cfg):
-            file = pathlib.Path(cfg.checkpoint_dir) / "downloaded"
-            if os.environ["RANK"] == "0":
-                assert not file.exists()
-                time.sleep(1)
-                file.touch()
-            assert file.exists()
-            return super().data(cfg)
-
-    task = Downloads()
-"""
+class Downloads(train_distributed.Task):
+    def data(self, cfg):
+        file = Path(cfg.checkpoint_dir) / "downloaded"
+        if os.environ["RANK"] == "0":
+            assert not file.exists()
+            time.sleep(1)
+            file.touch()
+        assert file.exists()
+        return super().data(cfg)
 
 
 def test_rank_0_downloads_and_the_others_wait(tmp_path, tiny):
-    train(tmp_path / "run", 3, *tiny, "--stop-at-step=1", before=DOWNLOAD)
+    train(tmp_path / "run", 3, *tiny, "--stop-at-step=1", task=Downloads)

@@ -12,7 +12,7 @@ from train_distributed import UserError, load_model, parse_config
 def trained(tmp_path_factory, tiny):
     options = [*tiny, "--batch-size=16", "--epochs=1", "--gpus-per-node=2", "--nodes=1"]
     directory = tmp_path_factory.mktemp("trained") / "run"
-    return train(directory, 2, *options, before=tasks.RESNET)
+    return train(directory, 2, *options, task=tasks.ResNet)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_evaluate_prints_the_metrics_of_the_training_and_writes_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     before = content(trained.directory)
-    run = launch(tmp_path / "unused", ranks, f"--evaluate={path}", before=tasks.RESNET)
+    run = launch(tmp_path / "unused", ranks, f"--evaluate={path}", task=tasks.ResNet)
     assert run.codes == [0] * ranks, run.err
     (epoch,) = trained.records("epoch")
     metrics = f"loss {epoch['test_loss']:.5g}, accuracy {epoch['test_accuracy']:.5g}"
@@ -41,7 +41,7 @@ def test_evaluate_prints_the_metrics_of_the_training_and_writes_nothing(
 def test_evaluate_uses_other_data_if_it_is_given(tmp_path, path):
     other = write_mnist(tmp_path / "other", train=50, test=4)
     words = [f"--evaluate={path}", f"--data-dir={other}"]
-    run = launch(tmp_path / "unused", 2, *words, before=tasks.RESNET)
+    run = launch(tmp_path / "unused", 2, *words, task=tasks.ResNet)
     assert run.codes == [0, 0]  # although one rank has no sample
     assert float(run.out[0].rpartition("accuracy ")[2]) in (0, 0.25, 0.5, 0.75, 1)
 

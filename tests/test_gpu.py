@@ -35,8 +35,7 @@ GPUS = {"CUDA_VISIBLE_DEVICES": visible_gpus()}
 pytestmark = [
     pytest.mark.timeout(1200),  # --compile
     pytest.mark.skipif(
-        not GPUS["CUDA_VISIBLE_DEVICES"],
-        reason="needs a CUDA GPU: fp16 and NCCL cannot run here",
+        not GPUS["CUDA_VISIBLE_DEVICES"], reason="needs a CUDA GPU: fp16 and NCCL cannot run here"
     ),
 ]
 

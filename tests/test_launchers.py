@@ -312,10 +312,10 @@ conda() {{
 """
 
 
-def dry_run(*words: str) -> tuple[int, str]:
+def dry_run(*words: str, **more: str) -> tuple[int, str]:
     """(exit code, output) with DRY_RUN=1, outside a job."""
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
-    env = outside | {"DRY_RUN": "1", "PYTHON": sys.executable, "MASTER_PORT": "29400"}
+    env = outside | {"DRY_RUN": "1", "PYTHON": sys.executable, "MASTER_PORT": "29400"} | more
     result = subprocess.run(
         ["bash", *words], cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -339,6 +339,8 @@ def test_dry_run_prints_the_command_outside_a_job(script, expected):
     code, text = dry_run(script, "--lr=0.1")
     assert code == 0 and text.count("\n") == 1, text
     assert text.startswith(f"$ {expected}") and text.endswith(" --lr=0.1\n"), text
+    code, text = dry_run(script, TRAIN_SCRIPT="train_minimal.py")
+    assert code == 0 and text.count("train_minimal.py") == 1, text
 
 
 def test_dry_run_prints_the_command_in_a_container():

@@ -1,29 +1,28 @@
 """Task.loss(): what it returns is trained as a loop of one's own would, on any number of ranks."""
 
 import pytest
+import tasks
 import torch
 import torch.nn.functional as F
-from harness import FAULT_IN_LOSS, assert_same_state, launch, train
+from harness import FAULT_IN_LOSS, launch, train
 
 import train_distributed as trainer
 
-# A loss over some of the samples, as over the tokens or pixels that are not masked.
-MASKED = """if True:
-    import torch.nn.functional as F
-    import train_distributed as trainer
 
-    class Masked(trainer.Task):
-        def loss(self, model, batch):
-            images, labels = batch
-            valid = labels < 5
-            logits = model(images)
-            losses = F.cross_entropy(logits, labels, reduction="none") * valid
-            correct = (logits.argmax(1) == labels) & valid
-            count = valid.sum()
-            return losses.sum() / count.clamp(min=1), {"count": count, "correct": correct.sum()}
+class Masked(trainer.Task):
+    """A loss over some of the samples, as over the tokens or pixels that are not masked."""
 
-    task = Masked()
-"""
+    items = 1  # of each sample
+
+    def loss(self, model, batch):
+        images, labels = batch
+        valid = labels < 5
+        logits = model(images)
+        losses = F.cross_entropy(logits, labels, reduction="none") * valid
+        correct = (logits.argmax(1) == labels) & valid
+        count = valid.sum()
+        sums = {"count": self.items * count, "correct": correct.sum()}
+        return losses.sum() / count.clamp(min=1), sums
 
 
 def mean_loss(logits, labels):
@@ -52,50 +51,31 @@ def trained_by_hand(options, run, loss_of) -> dict:
     return model.state_dict()
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 24), (1, 8), (2, 12), (3, 6)])
-@pytest.mark.parametrize(("before", "loss_of"), [("", mean_loss), (MASKED, mean_loss_of_some)])
-def test_the_steps_are_those_of_a_loop_written_by_hand(
-    tmp_path, tiny, ranks, batch, before, loss_of
-):
+BY_HAND = [(1, 8, None, mean_loss), (3, 6, None, mean_loss), (1, 24, Masked, mean_loss_of_some)]
+BY_HAND += [(2, 12, Masked, mean_loss_of_some), (3, 6, Masked, mean_loss_of_some)]
+
+
+@pytest.mark.parametrize(("ranks", "batch", "task", "loss_of"), BY_HAND)
+def test_the_steps_are_those_of_a_loop_written_by_hand(tmp_path, tiny, ranks, batch, task, loss_of):
     options = [*tiny, f"--batch-size={batch}", "--global-batch-size=24", "--dropout=0"]
     options += ["--warmup-epochs=0", "--stop-at-step=3"]
-    run = train(tmp_path / "run", ranks, *options, record=True, before=before)
+    run = train(tmp_path / "run", ranks, *options, record=True, task=task)
     expected = trained_by_hand(options, run, loss_of)
     for name, weight in run.newest()["model"].items():
         torch.testing.assert_close(weight, expected[name], atol=2e-6, rtol=0, msg=name)
 
 
-PARTS = """if True:
-    import torch
-    import train_distributed as trainer
-
-    class Parts(trainer.Task):
-        def loss(self, model, batch):
-            assert isinstance(model, trainer.Normalized)
-            loss, sums = super().loss(model, batch)
-            # Not the forward pass of the model, but the weights of a part of it.
-            return loss + 0.1 * model.network.conv1(batch[0] / 255).square().mean(), sums
-
-    task = Parts()
-"""
-
-
-# As many items as there are pixels in a batch of photos.
-MANY_ITEMS = MASKED.replace("count = valid.sum()", "count = valid.sum() * 2**22").replace(
-    "losses.sum() / count", "2**22 * losses.sum() / count"
-)
-
-
-def test_reproducible_gradients_of_many_items_are_the_same_on_any_number_of_ranks(tmp_path, tiny):
-    options = [*tiny, "--global-batch-size=24", "--stop-at-step=3", "--reproducible"]
-    one = train(tmp_path / "one", 1, *options, before=MANY_ITEMS).newest()
-    three = train(tmp_path / "three", 3, *options, before=MANY_ITEMS).newest()
-    assert_same_state(one, three)
+class Parts(trainer.Task):
+    def loss(self, model, batch):
+        assert isinstance(model, trainer.Normalized)
+        loss, sums = super().loss(model, batch)
+        # Not the forward pass of the model, but the weights of a part of it.
+        return loss + 0.1 * model.network.conv1(batch[0] / 255).square().mean(), sums
 
 
 def test_loss_gets_the_plain_model_on_any_number_of_ranks(tmp_path, tiny):
     options = [*tiny, "--global-batch-size=16", "--stop-at-step=3"]
-    one, two = (train(tmp_path / str(n), n, *options, before=PARTS) for n in (1, 2))
+    one, two = (train(tmp_path / str(n), n, *options, task=Parts) for n in (1, 2))
     for name, weight in one.newest()["model"].items():
         ours = two.newest()["model"][name]
         torch.testing.assert_close(ours, weight, atol=2e-6, rtol=0, msg=name)
@@ -124,83 +104,60 @@ def test_a_loss_that_is_not_finite_in_the_evaluation_is_one_warning(tmp_path, ti
     assert first["test_loss"] is None and second["test_loss"] > 0
 
 
-LABELS_FROM_1 = """if True:
-    import torch
-    import train_distributed as trainer
+class FromOne(trainer.Task):
+    def data(self, cfg):
+        return trainer.InMemoryDataset(torch.rand(64, 8), torch.arange(64) % 3 + 1), None
 
-    class FromOne(trainer.Task):
-        def data(self, cfg):
-            images, labels = torch.rand(64, 8), torch.arange(64) % 3 + 1
-            return trainer.InMemoryDataset(images, labels), None
-
-        def model(self, cfg):
-            return torch.nn.Linear(8, 3)
-
-    task = FromOne()
-"""
+    def model(self, cfg):
+        return torch.nn.Linear(8, 3)
 
 
 def test_a_label_that_has_no_class_is_named(tmp_path):
-    run = launch(tmp_path / "run", 1, "--batch-size=16", before=LABELS_FROM_1)
+    run = launch(tmp_path / "run", 1, "--batch-size=16", task=FromOne)
     assert run.codes == [2] and run.err[0].count("\n") == 1
     assert "Target 3 " in run.err[0] and "from 0 to 2" in run.err[0]
 
 
-FIRST_FORWARD = """if True:
-    import torch
-    import train_distributed as trainer
+class Net(torch.nn.Linear):
+    first = None
 
-    class Net(torch.nn.Linear):
-        first = None
+    def forward(self, x):
+        if self.first is None:
+            self.first = x.detach().mean()
+            print("first", self.first.item(), flush=True)
+        return super().forward(x * self.first)
 
-        def forward(self, x):
-            if self.first is None:
-                self.first = x.detach().mean()
-                print("first", self.first.item(), flush=True)
-            return super().forward(x * self.first)
 
-    class Remembers(trainer.Task):
-        def data(self, cfg):
-            rows = torch.full((64, 8), 2.0)
-            return trainer.InMemoryDataset(rows, torch.arange(64) % 3), None
+class Remembers(trainer.Task):
+    def data(self, cfg):
+        return trainer.InMemoryDataset(torch.full((64, 8), 2.0), torch.arange(64) % 3), None
 
-        def model(self, cfg):
-            return Net(8, 3)
-
-    task = Remembers()
-"""
+    def model(self, cfg):
+        return Net(8, 3)
 
 
 def test_what_a_model_keeps_of_its_first_forward_pass_comes_from_the_data(tmp_path):
     """For example, the angles that a rotary embedding caches."""
     for ranks in (1, 2):
         options = ["--batch-size=16", "--epochs=1"]
-        run = launch(tmp_path / str(ranks), ranks, *options, before=FIRST_FORWARD)
-        assert run.codes == [0] * ranks, run.err
+        run = train(tmp_path / str(ranks), ranks, *options, task=Remembers)
         assert all("first 2.0\n" in out for out in run.out)
 
 
-FROZEN = """if True:
-    import torch
-    import tasks
-
-    class Frozen(tasks.ResNet):
-        def model(self, cfg):
-            model = super().model(cfg)
-            part = model.network.layer1
-            part[0].bn1 = torch.nn.BatchNorm2d(64, affine=False)
-            part.requires_grad_(False)
-            model.network.bn1.requires_grad_(False)
-            return model
-
-    task = Frozen()
-"""
+class Frozen(tasks.ResNet):
+    def model(self, cfg):
+        model = super().model(cfg)
+        part = model.network.layer1
+        part[0].bn1 = torch.nn.BatchNorm2d(64, affine=False)
+        part.requires_grad_(False)
+        model.network.bn1.requires_grad_(False)
+        return model
 
 
 def test_frozen_batch_norm_keeps_its_statistics(tmp_path, tiny):
     """Also without parameters of its own."""
     options = [*tiny, "--stop-at-step=2"]
-    model = train(tmp_path / "run", 2, *options, before=FROZEN).newest()["model"]
+    model = train(tmp_path / "run", 2, *options, task=Frozen).newest()["model"]
     for name in ("bn1", "layer1.0.bn1", "layer1.1.bn2"):
         assert not model[f"network.{name}.running_mean"].any(), name
         assert model[f"network.{name}.num_batches_tracked"] == 0

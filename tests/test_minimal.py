@@ -170,11 +170,7 @@ def is_alive(pid: int) -> bool:
     ("ranks", "options", "message"),
     [
         (1, ["--data-dir=absent"], "cannot read MNIST/raw in --data-dir absent"),
-        (
-            2,
-            ["--global-batch-size=1"],
-            "--global-batch-size is not from 2 (ranks) to 203",
-        ),
+        (2, ["--global-batch-size=1"], "--global-batch-size is not from 2 (ranks) to 203"),
         (1, ["--global-batch-size=204"], "--global-batch-size is not from 1 (ranks) to 203"),
         (1, ["--lr=1e30"], "the loss is not finite at step 4: lower --lr"),
         (1, ["--config=a.yaml"], "unrecognized arguments: --config=a.yaml"),

@@ -4,26 +4,17 @@ import random
 
 import pytest
 import torch
-from harness import launch
+from harness import FAULT_IN_STEP, launch
 
 from train_distributed import SimpleConvNet, digests_of
 
-# A bit of one rank's weights changes after this number of steps.
-FLIP = """
-import os, torch, train_distributed as trainer
-def train_step(cfg, world, stream, loss_of, *more, inner=trainer.train_step):
-    inner(cfg, world, stream, loss_of, *more)
-    step = more[-2]
-    if step + 1 == 5 and world.rank == 1:
-        weight = next(loss_of.parameters())
-        weight.data.view(-1).view(torch.int32)[7] ^= 1
-trainer.train_step = train_step
-"""
+FLIP_A_BIT = "next(loss_of.parameters()).data.view(-1).view(torch.int32)[7] ^= 1"
 
 
 def test_a_rank_whose_weights_changed_is_named_and_nothing_is_saved(tmp_path, tiny):
     options = [*tiny, "--stop-at-step=9", "--checkpoint-every-steps=3"]
-    result = launch(tmp_path / "run", 3, *options, before=FLIP)
+    before = FAULT_IN_STEP.format(step=5, rank=1, fault=FLIP_A_BIT)
+    result = launch(tmp_path / "run", 3, *options, before=before)
     assert result.codes[0] == 2
     assert "error: different weights on the ranks [1]: a memory error, " in result.err[0]
     assert "Traceback" not in "".join(result.err)

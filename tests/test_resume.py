@@ -2,9 +2,13 @@
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 from harness import assert_same_state, launch, train, wait_until
+
+from train_distributed import Task
 
 EPOCHS = "--epochs=2"  # of 9 and 8 steps: 406 samples in global batches of 24
 BATCH = "--global-batch-size=24"  # three micro-batches of 8
@@ -68,35 +72,28 @@ def test_an_epoch_whose_evaluation_crashed_is_evaluated_later(tmp_path, tiny, un
     assert_same_end(run, untouched)
 
 
-SLOW_EVALUATION = """if True:
-    import pathlib, time
-    import train_distributed as trainer
+class Slow(Task):
+    def loss(self, model, batch):
+        if not model.training:
+            Path(self.cfg.checkpoint_dir, "evaluating").touch()
+            time.sleep(1)
+        return super().loss(model, batch)
 
-    class Slow(trainer.Task):
-        def loss(self, model, batch):
-            if not model.training:
-                pathlib.Path({file!r}).touch()
-                time.sleep(1)
-            return super().loss(model, batch)
 
-    Slow.__name__ = "Task"
-    task = Slow()
-"""
+Slow.__name__ = "Task"
 
 
 def test_a_stop_in_an_evaluation_gives_it_up_and_the_resumed_run_repeats_it(
     tmp_path, tiny, untouched
 ):
     """A time limit that falls into a long evaluation does not lose the requeue."""
-    file = tmp_path / "evaluating"
 
     def stop(processes):
-        wait_until(file.exists, "no evaluation")
+        wait_until((tmp_path / "run/evaluating").exists, "no evaluation")
         os.kill(processes[1].pid, signal.SIGUSR1)
 
-    before = SLOW_EVALUATION.format(file=str(file))
     options = [*tiny, EPOCHS, BATCH]
-    stopped = train(tmp_path / "run", RANKS, *options, before=before, during=stop)
+    stopped = train(tmp_path / "run", RANKS, *options, task=Slow, during=stop)
     where = f"step 9 of 17 (SIGUSR1), saved in {tmp_path}/run"
     assert stopped.out[0].endswith(f"\nStopped at {where}\n")
     assert stopped.checkpoints() == {"checkpoint_epoch_1"} and not stopped.records("epoch")

@@ -151,6 +151,18 @@ def test_the_last_record_of_a_step_counts(tmp_path):
     assert script.Run(run).points("loss", "train") == [(0, 3.0), (1, 2.5), (2, 2.5)]
 
 
+def test_a_record_of_a_single_step_is_no_point(tmp_path):
+    """As at the end of an epoch of 141 steps, with --log-every-steps 20."""
+    script = load(REPO / "scripts/plot_metrics.py")
+    run = tmp_path / "run"
+    run.mkdir()
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in (80, 100, 120, 140, 141, 160, 171):
+            print(json.dumps({"kind": "train", "step": step, "loss": 1.0}), file=file)
+    steps = [step for step, _ in script.Run(run).points("loss")]
+    assert steps == [80, 100, 120, 140, 160, 171]
+
+
 def test_user_errors_of_the_plot_are_one_sentence_after_the_usage(tmp_path):
     script = REPO / "scripts/plot_metrics.py"
     (tmp_path / "metrics.jsonl").write_text('{"kind": "tr')

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from harness import assert_same_state, train
-from test_loss import MASKED
+from test_loss import Masked
 
 import train_distributed
 from train_distributed import SampleStream, Task, World, parse_config
@@ -44,6 +44,29 @@ def test_an_epoch_has_every_sample_once_and_the_next_in_another_order(runs):
     assert sorted(first) == list(range(203)) and first != sorted(first)
     assert len(set(second)) == len(second) and second != first[: len(second)]
     assert [record["step"] for record in runs[1].records("epoch")] == [7]
+
+
+def test_the_metrics_of_an_epoch_are_the_means_over_its_steps(runs):
+    for run in runs.values():
+        (epoch,) = run.records("epoch")
+        steps = run.records("train")[: epoch["step"]]
+        for name in ("loss", "accuracy"):
+            assert epoch[name] == pytest.approx(sum(step[name] for step in steps) / len(steps))
+        assert f"\nEpoch 1: loss {epoch['loss']:.5g}, accuracy " in run.out[0]
+
+
+def test_records_do_not_depend_on_when_the_ranks_exchange_them(tmp_path, tiny):
+    """Exchanges are about a second apart; here, after each step, or only before each record."""
+    options = [*tiny, "--epochs=1", "--log-every-steps=5"]
+    found = []
+    for name, seconds in (("often", 0), ("rarely", 1000)):
+        before = f"import train_distributed; train_distributed.Exchange.SECONDS = {seconds}"
+        run = train(tmp_path / name, 2, *options, before=before)
+        found.append([*run.records("train"), *run.records("epoch")])
+    timed = {"time", "samples_per_second", "data_wait", "seconds_left"}
+    often, rarely = ([[(k, r[k]) for k in r if k not in timed] for r in part] for part in found)
+    assert often == rarely
+    assert [record["step"] for record in found[0]] == [5, 10, 13, 13]
 
 
 def test_resuming_on_other_numbers_of_ranks_loses_and_repeats_no_sample(tmp_path, tiny, runs):
@@ -118,9 +141,14 @@ def test_reproducible_ends_with_the_same_bits_when_the_number_of_ranks_changes(
     assert_same_bits(run, one_rank)
 
 
-def test_reproducible_works_with_loss_scaling_and_counted_items_too(tmp_path, tiny):
-    options = [*tiny, *REPRODUCIBLE, "--amp=fp16", "--stop-at-step=4"]
-    one, three = (train(tmp_path / str(n), n, *options, before=MASKED) for n in (1, 3))
+class ManyItems(Masked):
+    items = 2**22  # as many as there are pixels in a batch of photos
+
+
+@pytest.mark.parametrize(("task", "option"), [(Masked, "--amp=fp16"), (ManyItems, "--amp=off")])
+def test_reproducible_works_with_loss_scaling_and_counted_items_too(tmp_path, tiny, task, option):
+    options = [*tiny, *REPRODUCIBLE, "--stop-at-step=4", option]
+    one, three = (train(tmp_path / str(n), n, *options, task=task) for n in (1, 3))
     assert_same_state(one.newest(), three.newest())
 
 

@@ -10,26 +10,26 @@ from pathlib import Path
 import pytest
 import simgpu
 import tasks
+import torch
 from harness import assert_same_state, train
+
+from train_distributed import Task
 
 pytestmark = pytest.mark.long
 ONE_EPOCH = "--epochs=1"  # of 203 samples
 FOUR_MICRO_BATCHES = "--global-batch-size=32"  # 7 steps
 ON_CPU = "import torch; assert not torch.accelerator.is_available()"
-# A task that counts its items on the device.
-COUNT_ON_DEVICE = """if True:
-    import torch, train_distributed
-
-    class CountOnDevice(train_distributed.Task):
-        def loss(self, model, batch):
-            loss, sums = super().loss(model, batch)
-            return loss, sums | {"count": torch.ones_like(batch[1]).sum()}
-
-    task = CountOnDevice()
-"""
 # Waits in steps: at the first, images, labels, DDP's two of its new buckets, and eight for the
 # names of the sums, which all ranks compare; one of an order at that of each epoch.
 FEW = 14
+
+
+class CountOnDevice(Task):
+    """Counts its items on the device."""
+
+    def loss(self, model, batch):
+        loss, sums = super().loss(model, batch)
+        return loss, sums | {"count": torch.ones_like(batch[1]).sum()}
 
 
 class Accelerators:
@@ -49,12 +49,11 @@ class Accelerators:
             simgpu.enable({str(self.library)!r}, {devices}, file)
         """
 
-    def train(self, directory: Path, ranks: int, *options: str, before: str = "", devices: int = 2):
-        """harness.train(). Forgets the events of earlier runs."""
+    def train(self, directory: Path, ranks: int, *options: str, task=None):
+        """harness.train() with two devices. Forgets the events of earlier runs."""
         for file in self.events.parent.iterdir():
             file.unlink()
-        code = f"{self.enable(devices)}\n{before}"
-        run = train(directory, ranks, *options, before=code)
+        run = train(directory, ranks, *options, before=self.enable(2), task=task)
         assert f"distributed training on {ranks} x " in run.out[0]
         return run
 
@@ -141,11 +140,11 @@ def test_reproducible_runs_end_with_the_same_bits(tmp_path, tiny, accelerators, 
     [(2, ["--optimizer=adamw", "--clip-grad-norm=1", "--amp=bf16"]), (1, ["--reproducible"])],
     ids=["adamw-bf16", "reproducible"],
 )
-@pytest.mark.parametrize("before", ["", COUNT_ON_DEVICE], ids=["samples", "items"])
-def test_no_step_waits_with_other_options(tmp_path, tiny, accelerators, ranks, options, before):
+@pytest.mark.parametrize("task", [None, CountOnDevice], ids=["samples", "items"])
+def test_no_step_waits_with_other_options(tmp_path, tiny, accelerators, ranks, options, task):
     """With fp16, GradScaler does."""
     options = [*tiny, FOUR_MICRO_BATCHES, ONE_EPOCH, *options]
-    accelerators.train(tmp_path / "run", ranks, *options, before=before)
+    accelerators.train(tmp_path / "run", ranks, *options, task=task)
     accelerators.assert_no_step_waits(ranks)
 
 
@@ -154,7 +153,7 @@ def test_image_files_are_copied_from_pinned_memory_and_no_step_waits(
 ):
     options = [f"--data-dir={images}", "--image-size=32", ONE_EPOCH]
     options += ["--num-workers=2", "--batch-size=6", "--log-every-steps=1"]
-    accelerators.train(tmp_path / "run", 2, *options, before=tasks.PHOTOS)
+    accelerators.train(tmp_path / "run", 2, *options, task=tasks.Photos)
     accelerators.assert_no_step_waits(ranks=2)
     for rank in (0, 1):
         copies = accelerators.phases(rank, "pinned copy")

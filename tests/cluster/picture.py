@@ -142,7 +142,7 @@ def draw(disturbed: Path, undisturbed: Path, file: str) -> None:
         bar = axes.barh(0, width, left=left, color=COLORS[cause], edgecolor="black", label=label)
         axes.bar_label(bar, [attempt["world_size"]], label_type="center", fontsize="small")
         drawn.add(cause)
-    axes.set_title("Attempts", loc="left")
+    axes.set_title("Attempts of the disturbed run: number of ranks", loc="left")
     axes.set_xlabel("minutes")
     axes.set_yticks([])
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize="small", frameon=False)

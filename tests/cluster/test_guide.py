@@ -16,7 +16,7 @@ from harness import (
     wait_until,
     write_program,
 )
-from pages import blocks, commands, commands_of, difference
+from pages import blocks, commands, difference
 
 SECTION = re.compile(r"(?ms)^## (.*?)$(.*?)(?=^## |\Z)")
 BLOCK = re.compile(r"(?ms)^```console\n(.*?)^```$")
@@ -99,7 +99,6 @@ def test_each_launcher_trains_to_the_same_weights(
 # Commands of "Monitoring" in README.md that do not run here, and why.
 NOT_MONITORED = {
     "sacct": "needs Slurm's accounting",
-    "watch": "never ends",
     "plot_metrics": "tests/test_docs.py runs it",
 }
 
@@ -136,19 +135,3 @@ def test_the_readme_shows_how_to_monitor_a_job(cluster, train_dir):
     assert re.search(rf"\b{job} +all +train ", printed), printed  # squeue
     assert "step 20: loss" in printed  # tail
     assert printed.count("NVIDIA-SMI on node01") == 2 and "NVIDIA-SMI on node02" in printed  # srun
-
-
-@pytest.mark.long
-def test_the_checks_of_troubleshooting_run_on_two_nodes(cluster, train_dir):
-    """In an allocation; the nodes have neither PyTorch in their python3 nor nvidia-smi."""
-    page = (REPO / "docs/TROUBLESHOOTING.md").read_text()
-    printed = ""
-    for command in commands_of(page):
-        if command.startswith(("srun ", "ssh HOST")):
-            words = ["--nodes=2", "--ntasks-per-node=2", "bash", "-c"]
-            command = command.replace("HOST", "node02")
-            _, output = cluster.on("login", "salloc", *words, command, cwd=train_dir)
-            printed += output
-    ranks = [f"RANK={rank} LOCAL_RANK={rank % 2} of 4 on node0{rank // 2 + 1}" for rank in range(4)]
-    for text in [*ranks, "node01\n", "node02\n", "CUDA_VISIBLE_DEVICES=", "/python3\n"]:
-        assert text in printed, printed

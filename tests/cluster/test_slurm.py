@@ -19,7 +19,7 @@ ELSEWHERE = "--output=slurm-%j.out"  # logs/ is in the repository
 SRUN_ONLY = [pytest.param(LAUNCHERS[0], marks=pytest.mark.long), LAUNCHERS[1]]
 
 
-@pytest.mark.parametrize("launcher", ["run_distributed.slurm", "scripts/slurm/slurm_train.sh"])
+@pytest.mark.parametrize("launcher", ["run_distributed.slurm", "slurm_train_multinode.sh"])
 def test_two_nodes_of_four_as_shipped(cluster, repo, probe, launcher):
     words = ["configs/default_config.yaml", "--mine", "a b"]
     code, text = cluster.sbatch(repo, launcher, *words, **probe, QUOTED='it\'s "so"')
@@ -32,8 +32,7 @@ def test_two_nodes_of_four_as_shipped(cluster, repo, probe, launcher):
 
 
 def test_one_node_of_four_without_torchrun(cluster, repo, probe):
-    link = "scripts/slurm/slurm_train_single_node.sh"
-    code, text = cluster.sbatch(repo, link, **probe)
+    code, text = cluster.sbatch(repo, "slurm_train_single_node.sh", **probe)
     assert code == 0, text
     assert [(r["local_rank"], r["world_size"]) for r in probed(text)] == [(n, 4) for n in range(4)]
 

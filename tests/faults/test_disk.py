@@ -3,7 +3,7 @@
 ../test_checkpoints.py has failed saves that end the run.
 """
 
-from harness import assert_same_state, train
+from harness import FAULT_IN_STEP, assert_same_state, train
 
 STATE = 10_000_000  # bytes, roughly, of a checkpoint here
 
@@ -15,18 +15,7 @@ def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(tiny, sma
     filler, run_directory = small_disk.path / "filler", small_disk.path / "run"
     filler.write_bytes(bytes(int(1.2 * STATE)))  # leaves room for two checkpoints
     # The disk has room again before the fourth checkpoint and the final one.
-    free = f"""if True:
-    import os
-    import train_distributed
-
-    def train_step(cfg, world, *more, inner=train_distributed.train_step):
-        inner(cfg, world, *more)
-        step = more[-2]
-        if step == 10 and world.rank == 0:
-            os.unlink({str(filler)!r})
-
-    train_distributed.train_step = train_step
-    """
+    free = FAULT_IN_STEP.format(step=11, rank=0, fault=f"os.unlink({str(filler)!r})")
     straight = train(tmp_path / "straight", 2, *options)
     run = train(run_directory, 2, *options, before=free)
     (warning,) = run.err[0].splitlines()

@@ -10,6 +10,7 @@ import math
 import os
 import resource
 from pathlib import Path
+from unittest import mock
 
 import guard
 import pytest
@@ -137,18 +138,10 @@ def outcome(function, *arguments, env: dict[str, str] | None = None):
     return None, sentence
 
 
-@contextlib.contextmanager
 def environment(variables: dict[str, str]):
-    before = dict(os.environ)
-    for name in before:
-        if LAUNCH_VARIABLES.search(name):
-            del os.environ[name]
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    """A context in which these are the only launch variables."""
+    kept = {name: os.environ[name] for name in os.environ if not LAUNCH_VARIABLES.search(name)}
+    return mock.patch.dict(os.environ, kept | variables, clear=True)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import pytest
 import tasks
 import torch
 from harness import (
+    FAULT_IN_STEP,
     FOREVER,
     LONG,
     PLAIN,
@@ -82,18 +83,9 @@ def test_no_rank_exits_before_the_last_save(tmp_path, tiny):
 
 
 # The clock of rank 0 reaches the time limit in step 4.
-CLOCK_AHEAD = """if True:
-    import os, time
-    import train_distributed
-
-    def train_step(cfg, world, *more, clock=time.time, inner=train_distributed.train_step):
-        if world.rank == 0 and more[-2] == 3:
-            time.time = lambda: clock() + 1000
-        inner(cfg, world, *more)
-
-    os.environ["DEADLINE"] = str(time.time() + 1000)
-    train_distributed.train_step = train_step
-"""
+AHEAD = "time.time = lambda clock=time.time: clock() + 1000"
+CLOCK_AHEAD = FAULT_IN_STEP.format(step=3, rank=0, fault=AHEAD)
+CLOCK_AHEAD += "os.environ['DEADLINE'] = str(time.time() + 1000)"
 # STOP_FILE may be on the disk of the first node.
 ON_RANK_0 = "import os\nif os.environ['RANK'] == '0': os.environ['STOP_FILE'] = {!r}"
 
@@ -113,9 +105,10 @@ def test_a_file_or_the_clock_stops_the_run(tmp_path, tiny, way):
     reason = "time limit" if way == "DEADLINE" else "STOP file"
     assert (status["state"], status["reason"]) == ("stopped", reason)
     assert f"Stopped at step {status['global_step']} of " in run.out[0]
-    goal = f"--stop-at-step={status['global_step'] + 1}"
-    again = train(tmp_path / "run", 2, *tiny, FOREVER, goal)
-    assert again.status()["reason"] == ""  # an old request does not stop it
+    if way == "STOP":
+        goal = f"--stop-at-step={status['global_step'] + 1}"
+        again = train(tmp_path / "run", 2, *tiny, FOREVER, goal)
+        assert again.status()["reason"] == ""  # an old request does not stop it
 
 
 @pytest.mark.parametrize("name, reserve", [("DEADLINE", 10), ("SLURM_JOB_END_TIME", 120)])
@@ -132,6 +125,9 @@ def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
     for left, expected in ((reserve + 2, False), (reserve - 2, True)):
         monkeypatch.setattr(time, "time", lambda left=left: end - left)
         assert ("time limit" in requests.poll()) == expected
+    monkeypatch.setenv(name, "tomorrow")
+    with pytest.raises(train_distributed.UserError, match=f"{name} is 'tomorrow'"):
+        train_distributed.StopRequests(cfg)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +193,13 @@ def test_loader_workers_survive_a_signal_to_the_whole_process_group(tmp_path, im
 def test_a_stop_does_not_wait_for_the_next_record(tmp_path, tiny):
     run = tmp_path / "run"
     slow = [*tiny, "--epochs=1", "--log-every-steps=1000"]
-    often = f"import train_distributed; train_distributed.Exchange.SECONDS = 0.1; {tasks.RESNET}"
+    often = "import train_distributed; train_distributed.Exchange.SECONDS = 0.1"
 
     def during(processes):
         wait_until((run / "status.json").exists, "no status.json")
         signal_all(processes, signal.SIGINT)
 
-    stopped = train(run, 1, *slow, before=often, during=during)
+    stopped = train(run, 1, *slow, before=often, task=tasks.ResNet, during=during)
     assert stopped.status()["global_step"] < 26
 
 

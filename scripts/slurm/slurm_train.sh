@@ -1,1 +1,0 @@
-../../slurm_train_multinode.sh
