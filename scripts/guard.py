@@ -51,7 +51,6 @@ import fcntl
 import hashlib
 import json
 import os
-import pkgutil
 import re
 import runpy
 import signal
@@ -98,7 +97,6 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
     re.I,
 )
 OUT_OF_MEMORY = re.compile("OutOfMemory|out of memory|MemoryError|t allocate memory")
-DUPLICATE_GPU = re.compile(r"Duplicate GPU detected : rank (\d+) and rank (\d+)")  # by NCCL
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 MAX_RANKS = 1_000_000
@@ -610,10 +608,7 @@ def address_of_interface(name: str) -> str:
 
 
 def run(arguments: list[str]) -> None:
-    """Run `SCRIPT ...` or `-m MODULE ...` in this process, as Python itself would.
-
-    SCRIPT is a file, or a directory or a zip file with a __main__.py.
-    """
+    """Run `SCRIPT ...` or `-m MODULE ...` in this process, as Python itself would."""
     for name in OWN_MODULES:  # the script may have modules with these names
         sys.modules.pop(name, None)
     if arguments[0] == "-m":
@@ -625,10 +620,6 @@ def run(arguments: list[str]) -> None:
     if not os.path.exists(script):
         fail(f"there is no {arguments[0]} in {os.getcwd()}")
     sys.argv = arguments
-    if pkgutil.get_importer(script):  # a directory or a zip file: run_path() inserts it
-        del sys.path[0]
-        runpy.run_path(script, run_name="__main__")
-        return
     sys.path[0] = str(Path(script).resolve().parent)
     # Not run_path(): its __main__ is gone before the script's threads and atexit handlers run.
     # dont_inherit: not with the `from __future__ import annotations` of this file
@@ -647,14 +638,6 @@ def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> No
     if has_lost_rank(error):
         wait_for_lost_rank(error, rank, watch)
         return
-    shared = DUPLICATE_GPU.search(str(error))
-    if shared:
-        first, second = sorted(map(int, shared.groups()))
-        fail(
-            f"ranks {first} and {second} on {HOST} use the same GPU (Duplicate GPU detected): "
-            "start one rank per GPU (NPROC_PER_NODE), or request more GPUs, or set SHARE_GPU=1 to "
-            "debug; the script must call torch.cuda.set_device(LOCAL_RANK)"
-        )
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
     if cause == "exception" and GPU_ERROR.search(reason):
