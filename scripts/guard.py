@@ -38,7 +38,7 @@ Environment:
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
                   that has failed, and ranks that do not train one model    []
-    STOP_FILE     tells supervise.py, too, that Slurm has signaled the ranks only []
+    STOP_FILE     where a stop signal is named that supervise.py has not sent []
     STOP_SIGNAL   the signal after which the script saves and exits: TERM, USR1, USR2  [TERM]
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 """
