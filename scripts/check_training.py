@@ -104,19 +104,20 @@ class TrainingCheck:
         if size < self.watch.size:
             if done == (STEPS if size else ALONE_STEPS):
                 key = f"{sys.argv} {optimizer}"  # differs between the ranks of a sweep
-                note = [size, *digests(trained.values()).tolist()]
-                self.call(self.compare, key, range(self.watch.size), note, judge_alone)
+                numbers = [size, *digests(trained.values()).tolist()]
+                self.call(self.compare, key, range(self.watch.size), numbers, judge_alone)
             return
         for number, replica in enumerate(self.replicas):
-            own = replica.parameters_in(trained)
-            if own and not replica.names:
-                replica.begin(own)
-            elif list(own) == replica.names and done == STEPS:
-                note = replica.end(own)
-                note["checks_batch"] = number == 0 and not self.has_own_part
-                ranks = distributed.get_process_group_ranks(replica.module().process_group)
-                key = f"{ranks} {number} {replica.names}"
-                self.call(self.compare, key, ranks, note, judge_replica)
+            with suppress(Exception):  # it is gone; of another optimizer. The others are compared
+                own = replica.parameters_in(trained)
+                if own and not replica.names:
+                    replica.begin(own)
+                elif list(own) == replica.names and done == STEPS:
+                    note = replica.end(own)
+                    note["checks_batch"] = number == 0 and not self.has_own_part
+                    ranks = distributed.get_process_group_ranks(replica.module().process_group)
+                    key = f"{ranks} {number} {replica.names}"
+                    self.call(self.compare, key, ranks, note, judge_replica)
 
     def call(self, function, *arguments) -> None:
         self.calls.put(functools.partial(function, *arguments))
@@ -124,11 +125,11 @@ class TrainingCheck:
     # -------------------------------------------------------------------------------- the thread
 
     def run(self) -> None:
-        with suppress(Exception):  # the store has ended
-            is_over = False
-            while not is_over:
-                is_over = self.watch.over.wait(1)
-                while not self.calls.empty():
+        is_over = False
+        while not is_over:
+            is_over = self.watch.over.wait(1)
+            while not self.calls.empty():
+                with suppress(Exception):  # the store has ended
                     self.calls.get()()
 
     def compare(self, key: str, ranks, note, judge) -> None:
@@ -138,8 +139,8 @@ class TrainingCheck:
         store.set(keys[ranks.index(self.watch.rank)], json.dumps(note))
         if store.check(keys):
             notes = [json.loads(text) for text in store.multi_get(keys)]
-            for kind, text in judge(ranks, notes):
-                self.say(kind, text)
+            for finding in judge(ranks, notes):
+                self.say(*finding)
 
     def say(self, kind: str, text: str, save="") -> None:
         """Once per run; if it is about a save, not before two ranks have done it."""
@@ -184,8 +185,12 @@ class Replica:
         self.gradients = []
         averaged = [each if each.grad is None else each.grad for each in own.values()]
         numbers = torch.stack([self.starts, digests(averaged), digests(own.values())])
-        note = {"exchanges": self.exchanges, "parameters": numbers.T.tolist()}
-        return note | {"gradients": gradients.tolist(), "names": self.names}
+        return {
+            "exchanges": self.exchanges,
+            "parameters": numbers.T.tolist(),
+            "gradients": gradients.tolist(),
+            "names": self.names,
+        }
 
 
 # ------------------------------------------------------------------------------------ judgements
@@ -206,17 +211,18 @@ def judge_replica(ranks, notes):
             "no_sync() before a step's last forward pass"
         )
         if unequal[name]:
-            cause = (
-                "they did before step 1, too; load them on all ranks, before DDP wraps the model"
-            )
+            cause = "they did before step 1; load them on all ranks, before DDP wraps the model"
         yield (
             "parameters",
             f"{len(unequal)} of {len(names)} parameters of the DDP module ({name} ...) differ "
             f"between ranks {format_ranges(ranks)} after step {STEPS}: {cause}",
         )
     gradients = notes[0]["gradients"]
-    pairs = zip(ranks, notes)
-    same = [rank for rank, note in pairs if math.dist(gradients, note["gradients"]) < SAME_BATCH]
+    same = [
+        rank
+        for rank, note in zip(ranks, notes)
+        if math.dist(gradients, note["gradients"]) < SAME_BATCH
+    ]
     if len(same) > 1 and any(note["checks_batch"] for note in notes):
         yield (
             "batch",
@@ -229,7 +235,7 @@ def judge_alone(ranks, notes):
     """The same, of ranks that are not in one process group, but in groups of a size, or in none."""
     sizes, *values = zip(*notes)
     size = sizes[0]
-    may_differ = bool(OTHER_LIBRARIES & sys.modules.keys())
+    may_differ = OTHER_LIBRARIES & sys.modules.keys()
     if any(map(differ, values)) and not may_differ:
         may_differ = names_ranks()
     if size:
@@ -253,8 +259,8 @@ def differ(numbers) -> bool:
 
 def names_ranks() -> bool:
     """Whether the script, or a file of its own, does: its ranks may be independent on purpose."""
-    modules = [module for name, module in sys.modules.items() if name not in BEFORE]
-    files = [str(getattr(module, "__file__", "")) for module in modules]
+    names = sys.modules.keys() - BEFORE
+    files = [str(getattr(sys.modules[name], "__file__", "")) for name in names]
     own = [file for file in files if file.endswith(".py") and "/python3." not in file]
     return any(RANK_NAMES.search(Path(file).read_text("latin-1")) for file in own)
 
@@ -294,7 +300,7 @@ def digest(tensor):
     """
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("would become a part of the graph")
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.reshape(-1)
     total = squares = 0
     for chunk in flat.split(CHUNK):
         chunk = chunk.double()

@@ -161,10 +161,8 @@ def find_difference(ours, theirs) -> str:
 
 
 def text_of(value) -> str:
-    """A tensor's type and shape. Another value, and also a float as hex: all its bits."""
-    if torch.is_tensor(value):
-        return f"{value.dtype} {list(value.shape)}"
-    return f"{value!r} ({value.hex()})" if isinstance(value, float) else repr(value)
+    """A tensor's type and shape; another value, of a float all its bits."""
+    return f"{value.dtype} {list(value.shape)}" if torch.is_tensor(value) else repr(value)
 
 
 def bytes_of(tensor):

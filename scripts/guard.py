@@ -19,7 +19,6 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - reports a slow rank: one that is late in each step, so that the others wait for it;
 - reports ranks that do not train one model together, such as with equal batches, or without DDP;
 - avoids a hang of loader workers with older releases of Python 3.10 and 3.11;
-- warns when a node's memory is nearly used up, and says which process grew most;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
 - in an srun step, turns SIGUSR1 and SIGUSR2 into STOP_SIGNAL, unless the script handles them;
 - records why the first rank failed, for scripts/supervise.py and cluster_train.sh.
@@ -39,7 +38,7 @@ Environment:
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
                   that has failed, and ranks that do not train one model    []
-    STOP_FILE     tells supervise.py, too, that Slurm has signaled the ranks only []
+    STOP_FILE     where a stop signal is named that supervise.py has not sent []
     STOP_SIGNAL   the signal after which the script saves and exits: TERM, USR1, USR2  [TERM]
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
 """
@@ -49,11 +48,9 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
-import functools
 import hashlib
 import json
 import os
-import pkgutil
 import re
 import runpy
 import signal
@@ -100,7 +97,6 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
     re.I,
 )
 OUT_OF_MEMORY = re.compile("OutOfMemory|out of memory|MemoryError|t allocate memory")
-DUPLICATE_GPU = re.compile(r"Duplicate GPU detected : rank (\d+) and rank (\d+)")  # by NCCL
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 MAX_RANKS = 1_000_000
@@ -174,15 +170,13 @@ def check_node(arguments: list[str]) -> None:
 
 
 def start_watch(world: dict[str, int], arguments: list[str]) -> HangWatch:
-    """Check the ranks; from now on, watch them and the memory of this node."""
+    """Check the ranks; from now on, watch them."""
     store, infos = check_ranks(world, arguments)
     import check_training  # imports PyTorch, as check_ranks() does
 
     watch = HangWatch(world["RANK"], store, infos)
     slow_ranks.start(watch)
     check_training.start(watch)
-    if world["LOCAL_RANK"] == 0:
-        watch.start_thread(functools.partial(memory.watch, watch.over))
     return watch
 
 
@@ -616,10 +610,7 @@ def address_of_interface(name: str) -> str:
 
 
 def run(arguments: list[str]) -> None:
-    """Run `SCRIPT ...` or `-m MODULE ...` in this process, as Python itself would.
-
-    SCRIPT is a file, or a directory or a zip file with a __main__.py.
-    """
+    """Run `SCRIPT ...` or `-m MODULE ...` in this process, as Python itself would."""
     for name in OWN_MODULES:  # the script may have modules with these names
         sys.modules.pop(name, None)
     if arguments[0] == "-m":
@@ -631,10 +622,6 @@ def run(arguments: list[str]) -> None:
     if not os.path.exists(script):
         fail(f"there is no {arguments[0]} in {os.getcwd()}")
     sys.argv = arguments
-    if pkgutil.get_importer(script):  # a directory or a zip file: run_path() inserts it
-        del sys.path[0]
-        runpy.run_path(script, run_name="__main__")
-        return
     sys.path[0] = str(Path(script).resolve().parent)
     # Not run_path(): its __main__ is gone before the script's threads and atexit handlers run.
     # dont_inherit: not with the `from __future__ import annotations` of this file
@@ -653,14 +640,6 @@ def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> No
     if has_lost_rank(error):
         wait_for_lost_rank(error, rank, watch)
         return
-    shared = DUPLICATE_GPU.search(str(error))
-    if shared:
-        first, second = sorted(map(int, shared.groups()))
-        fail(
-            f"ranks {first} and {second} on {HOST} use the same GPU (Duplicate GPU detected): "
-            "start one rank per GPU (NPROC_PER_NODE), or request more GPUs, or set SHARE_GPU=1 to "
-            "debug; the script must call torch.cuda.set_device(LOCAL_RANK)"
-        )
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
     if cause == "exception" and GPU_ERROR.search(reason):

@@ -33,7 +33,6 @@ ENDED = "has ended"
 LONGEST_TICK = 3  # seconds between two looks of a watch; in the rest, the process was suspended
 POLL = 5  # seconds between checks for a hang that another rank has found
 QUIET_SECONDS = 30  # without progress, at most, before the recorder is asked for a limit
-EARLY_SECONDS = 60  # without a step, at least, before the warning
 COMPILING_CODE = re.compile(  # is on the stack only while it compiles
     r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|async_compile|codecache))\.py$"
     r"|/triton/compiler/"
@@ -51,7 +50,7 @@ WAITING_CODE = re.compile(  # of PyTorch: where the main thread waits for other 
 class HangWatch:
     """Prints this rank's stacks and exits once any rank has waited in a collective for too long.
 
-    Much earlier, it warns once. Progress is a step of any optimizer in the process, a collective
+    Progress is a step of any optimizer in the process, a collective
     that starts or ends according to PyTorch's Flight Recorder, or a compilation on any rank. The
     waiting rank notifies the others through the store. Each rank writes its position to the store,
     where rank 0 collects them. At fault are the ranks that do not answer, and those that have not
@@ -72,7 +71,6 @@ class HangWatch:
         self.step_times = deque(maxlen=2000)  # when they began, nanoseconds since 1970
         self.quiet = 0.0  # seconds since the last progress
         self.compilations = 0  # how often a rank was seen compiling, the same on all ranks
-        self.has_warned = False
         self.found = threading.Event()  # a hang
         self.over = threading.Event()  # the script has ended
         self.threads: list[threading.Thread] = []
@@ -120,31 +118,12 @@ class HangWatch:
             self.step_times.append(time.time_ns())
 
     def poll(self) -> None:
-        """Check regularly whether another rank has found a hang, compiles, or wants to warn."""
+        """Check regularly whether another rank has found a hang, or compiles."""
         with suppress(Exception):  # the store has ended; another call would only print warnings
             while not self.over.wait(POLL):
                 if self.store.check(["hang"]):
                     self.found.set()
                 self.compilations = self.store.add("compilations", int(is_compiling()))
-                if not self.has_warned and (self.is_early() or self.store.check(["warning"])):
-                    self.has_warned = True
-                    self.warn()
-
-    def is_early(self) -> bool:
-        """Whether this rank waits for much longer than a step usually takes."""
-        times = list(self.step_times)
-        if len(times) < 2:
-            return False
-        usual = (times[-1] - times[0]) / 1e9 / (len(times) - 1)
-        return self.quiet > max(EARLY_SECONDS, 10 * usual) and bool(waits_for())
-
-    def warn(self) -> None:
-        """Print what the error would say; the run goes on."""
-        notes, silent = self.exchange_notes("warning")
-        if notes:
-            text = f"no step for {self.quiet:.0f} s: {where_ranks_are(notes, silent, self.infos)}"
-            text += f"; the run ends at {self.timeout():.0f} s (HANG_TIMEOUT)"
-            say(f"guard.py: WARNING: {text}")
 
     def own_note(self) -> dict:
         """Where this rank is."""
@@ -159,21 +138,21 @@ class HangWatch:
         no_store = {0: f"or its torchrun {SILENT}"}  # one of them is the store's server
         threading.Timer(30, self.report, [alone, no_store]).start()
         with suppress(Exception):  # the store has ended
-            self.report(*self.exchange_notes("hang"))
+            self.report(*self.exchange_notes())
         time.sleep(60)  # the timer reports
 
-    def exchange_notes(self, kind: str) -> tuple[dict[int, dict], dict[int, str]]:
-        """(notes of the ranks that answer, why the others have none). kind: hang or warning.
+    def exchange_notes(self) -> tuple[dict[int, dict], dict[int, str]]:
+        """(notes of the ranks that answer, why the others have none).
 
         Rank 0 collects the notes; elsewhere, there are none. If rank 0 does not answer, rank 1
         does so, and so on.
         """
-        self.store.set(f"{kind} note {self.rank}", json.dumps(self.own_note()))
-        self.store.set(kind, "1")
+        self.store.set(f"hang note {self.rank}", json.dumps(self.own_note()))
+        self.store.set("hang", "1")
         deadline = time.monotonic() + POLL + 3
         if self.rank > 0:
             # Rank 0 may have found the hang up to POLL seconds later.
-            result = wait_for(self.store, f"{kind} silent", deadline + POLL + 3 + self.rank)
+            result = wait_for(self.store, "hang silent", deadline + POLL + 3 + self.rank)
             if result is not None:
                 return {}, {int(rank): state for rank, state in json.loads(result).items()}
         ended = self.ended()
@@ -183,12 +162,12 @@ class HangWatch:
             if rank in ended:
                 silent[rank] = ENDED
                 continue
-            text = wait_for(self.store, f"{kind} note {rank}", deadline)
+            text = wait_for(self.store, f"hang note {rank}", deadline)
             if text:
                 notes[rank] = json.loads(text)
             else:
                 silent[rank] = SILENT
-        self.store.set(f"{kind} silent", json.dumps(silent))
+        self.store.set("hang silent", json.dumps(silent))
         return notes, silent
 
     def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 NOT_METRICS = re.compile(
     "kind|step|time|epoch|lr|samples_per_second|data_wait|gradient_norm|seconds_left|gpu_memory_gb"
 )
+HELD_OUT = re.compile("^(test|validation)_")
 COLUMNS = 3  # panels side by side at most
 
 
@@ -36,24 +37,22 @@ class Run:
                 last[record["step"], record["kind"]] = record
         records = [last[key] for key in sorted(last)]
         train = [record for record in records if record["kind"] == "train"]
-        self.train = without_short(train)
-        self.epochs = [record for record in records if record["kind"] in ("epoch", "evaluation")]
-        keys = {key for record in self.epochs for key in record}
-        is_validated = any(key.startswith("validation_") for key in keys)
-        self.held_out = "validation" if is_validated else "test"
+        others = [record for record in records if record["kind"] != "train"]
+        self.records = without_short(train) + others
 
     def metrics(self) -> list[str]:
         """Their names, as in Task.report(), in the order of the file."""
-        keys = [key for record in self.train + self.epochs for key in record]
-        names = [key.removeprefix(f"{self.held_out}_") for key in keys]
-        return [name for name in names if not NOT_METRICS.fullmatch(name)]
+        keys = [HELD_OUT.sub("", key) for record in self.records for key in record]
+        return [key for key in keys if not NOT_METRICS.fullmatch(key)]
 
-    def training_points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of each record; of each epoch if only epochs have this metric."""
-        return points(self.train, name) or points(self.epochs, name)
-
-    def held_out_points(self, name: str) -> list[tuple[int, float]]:
-        return points(self.epochs, f"{self.held_out}_{name}")
+    def points(self, key: str, kind: str = "") -> list[tuple[int, float]]:
+        """(step, value) of each record. A value that was not finite is null in the file: a gap."""
+        found = []
+        for record in self.records:
+            if key in record and record["kind"].startswith(kind):
+                value = record[key]
+                found.append((record["step"], math.nan if value is None else value))
+        return found
 
 
 def without_short(records: list[dict]) -> list[dict]:
@@ -63,16 +62,6 @@ def without_short(records: list[dict]) -> list[dict]:
     usual = statistics.median(lengths) if lengths else 0
     long = [record for record, length in zip(records[1:], lengths) if 2 * length >= usual]
     return records[:1] + long
-
-
-def points(records: list[dict], key: str) -> list[tuple[int, float]]:
-    """A value that was not finite is null in the file, and a gap in the line."""
-    found = []
-    for record in records:
-        if key in record:
-            value = record[key]
-            found.append((record["step"], math.nan if value is None else value))
-    return found
 
 
 def draw(runs: list[Run], output: Path) -> None:
@@ -97,19 +86,19 @@ def draw(runs: list[Run], output: Path) -> None:
 def draw_panel(axes, name: str, runs: list[Run]) -> None:
     """The metric of all runs that have it."""
     for number, run in enumerate(runs):
-        color = f"C{number}"
         line = "--" if number % 2 else "-"  # where runs agree, both are seen
-        training = run.training_points(name)
-        if training:
-            label = f"{run.name} training"
-            steps, values = zip(*training)
-            axes.plot(steps, values, f".{line}", color=color, alpha=0.5, lw=1, ms=3, label=label)
-        held_out = run.held_out_points(name)
-        if held_out:
-            label = f"{run.name} {run.held_out}"
-            steps, values = zip(*held_out)
-            size = 4 if number % 2 else 7  # points
-            axes.plot(steps, values, f"o{line}", color=color, ms=size, label=label)
+        curves = {
+            "training": run.points(name, "train") or run.points(name),  # of steps, or of epochs
+            "validation": run.points(f"validation_{name}"),
+            "test": run.points(f"test_{name}"),
+        }
+        for what, curve in curves.items():
+            style = {"ms": 4 if number % 2 else 7}  # points
+            if what == "training":
+                style = {"ms": 2, "lw": 1, "alpha": 0.5}
+            if curve:
+                label = f"{run.name} {what}"
+                axes.plot(*zip(*curve), f"o{line}", color=f"C{number}", label=label, **style)
     axes.set_title(name.replace("_", " ").capitalize())
     axes.set_xlabel("step")
     if name.endswith("loss") and axes.dataLim.ymin > 0:

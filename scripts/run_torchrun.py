@@ -5,8 +5,8 @@ Usage: scripts/run_torchrun.py LOG COMMAND [ARGUMENT ...]
 
 scripts/cluster_train.sh ends with this. SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C are forwarded
 to the ranks, once, as STOP_SIGNAL (TERM, USR1 or USR2 [TERM]): they save and exit, so torchrun
-exits without an error. A second Ctrl-C kills them; a second SIGTERM does not, because Slurm sends
-it twice in quick succession.
+exits without an error. STOP_FILE names the signal, for supervise.py. A second Ctrl-C kills them; a
+second SIGTERM does not, because Slurm sends it twice in quick succession.
 SIGQUIT makes the ranks print their stacks and go on.
 The output is also written to the file LOG. If a rank was killed, this is what FAILURE_FILE says
 (see guard.py). Without one, the reason why a rank has failed is printed again at the end, below the
@@ -29,13 +29,7 @@ from pathlib import Path
 
 import memory
 from processes import children_of, end_with_parent, variables_of
-from report import (
-    HOST,
-    say,
-    stop_signal,
-    write_failure,
-    write_stop,
-)
+from report import HOST, say, stop_signal, write_failure, write_stop
 
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 LOG_SECONDS = 5  # for the last lines on a slow terminal

@@ -1,7 +1,10 @@
 """scripts/check_training.py: it reports broken scripts, and no healthy ones."""
 
 import json
+import queue
 import re
+import threading
+from types import SimpleNamespace
 
 import check_training
 import pytest
@@ -71,6 +74,10 @@ AVERAGE = """if step % 4 == 0:
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)
             parameter.data /= size"""
+GONE = """deleted = DDP(nn.Linear(4, 4))
+del deleted
+__import__("gc").collect()
+model = DDP(network)"""
 SECOND_MODEL = """second = DDP(nn.Linear(4, 4))
 optimizer = torch.optim.SGD([*model.parameters(), *second.parameters()], lr=0.05)"""
 WITHOUT_GROUP = [(INIT, ""), (RANK, ""), ("(rank)", "(os.getpid())"), ("sampler=sampler", "")]
@@ -87,6 +94,11 @@ BROKEN = {
         "parameters",
         f"4 of 4 {AVERAGED}",
         [("model(x)", "network(x)")],
+    ),
+    "another DDP module is gone": (
+        "parameters",
+        f"4 of 4 {AVERAGED}",
+        [("model(x)", "network(x)"), ("model = DDP(network)", GONE)],
     ),
     "the second DDP module is not called": (
         "parameters",
@@ -268,6 +280,18 @@ def test_a_digest_ignores_rounding_but_not_a_step(monkeypatch, dtype):
     assert abs(check_training.digest((exact * (1 + noise)).to(dtype)) - number) < 1
     assert abs(check_training.digest(exact.to(dtype).t().contiguous().t()) - number) < 1
     assert abs(check_training.digest((exact + 0.01).to(dtype)) - number) > 1
+
+
+def test_an_error_in_a_comparison_does_not_end_the_others():
+    done = []
+    watch = SimpleNamespace(over=threading.Event())
+    check = object.__new__(check_training.TrainingCheck)
+    check.watch, check.calls = watch, queue.SimpleQueue()
+    for number in (1, 0, 2):
+        check.call(lambda number: done.append(1 / number), number)
+    watch.over.set()
+    check.run()
+    assert done == [1, 0.5]
 
 
 def test_an_error_of_a_hook_does_not_reach_the_script():

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import zipapp
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +18,6 @@ from typing import NamedTuple
 
 import guard
 import hang
-import memory
 import pytest
 import report
 import torch
@@ -68,45 +66,6 @@ if __name__ == "__main__":
     main()
 """
 
-ACCELERATE_SCRIPT = """
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(10, 5)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-data = torch.utils.data.DataLoader(torch.randn(80, 10), batch_size=20)
-model, optimizer, data = accelerator.prepare(model, optimizer, data)
-for batch in data:
-    optimizer.zero_grad()
-    accelerator.backward(model(batch).square().mean())
-    optimizer.step()
-print(f"rank {accelerator.process_index} of {accelerator.num_processes} ends\\n", end="")
-"""
-
-LIGHTNING_SCRIPT = """
-import lightning, torch
-
-
-class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(10, 5)
-
-    def training_step(self, batch, _):
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.001)
-
-
-if __name__ == "__main__":
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **off)
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(80, 10), batch_size=20))
-    print(f"rank {trainer.global_rank} of {trainer.world_size} ends\\n", end="", flush=True)
-"""
-
 LOADER = """
 import torch
 
@@ -130,14 +89,6 @@ READ = """if step < 3:
 
 # ------------------------------------------------------------ the script runs as without guard.py
 
-SCRIPTS = {
-    "ddp with loader workers": LOADER + DDP_SCRIPT.replace("# HERE", READ),
-    "accelerate": ACCELERATE_SCRIPT,
-    "lightning": LIGHTNING_SCRIPT,
-}
-PEERS = [pytest.param(name, marks=pytest.mark.long) for name in ("accelerate", "lightning")]
-
-
 SAVES_AT_THE_END = """
 import dataclasses, pickle, threading, time
 
@@ -160,20 +111,18 @@ def test_a_thread_that_outlives_the_last_line_still_has_its_module(tmp_path):
     assert "saved True" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("name", ["ddp with loader workers", *PEERS])
-def test_an_unmodified_script_runs_under_torchrun(tmp_path, name):
+def test_an_unmodified_script_runs_under_torchrun(tmp_path):
     script = tmp_path / "my_train.py"
-    script.write_text(SCRIPTS[name])
-    command = [*TORCHRUN, GUARD, script]
+    script.write_text(LOADER + DDP_SCRIPT.replace("# HERE", READ))
     env = os.environ | {"OMP_NUM_THREADS": "1", "HANG_TIMEOUT": "60"}
+    command = [*TORCHRUN, GUARD, script]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("guard.py: ranks 0-1 on ") == 1
     for rank in (0, 1):
         assert f"rank {rank} of 2 ends\n" in result.stdout
-    if name == "ddp with loader workers":
-        for method in ("fork", "spawn", "forkserver"):
-            assert result.stdout.count(f"{method} [[0, 1, 4, 9]]\n") == 2
+    for method in ("fork", "spawn", "forkserver"):
+        assert result.stdout.count(f"{method} [[0, 1, 4, 9]]\n") == 2
 
 
 PRINT_SELF = """
@@ -258,18 +207,6 @@ def test_a_module_with_relative_imports_runs_as_without_it(tmp_path, ending):
     text = "import sys\nfrom .neighbour import VALUE\nprint(__name__, __package__, sys.argv, VALUE)"
     (tmp_path / "package/train.py").write_text(f"{text}\n{ending}")
     assert_runs_as_without_it(tmp_path, "-m", "package.train", "--an-option")
-
-
-@pytest.mark.parametrize("ending", ["raise ValueError('no')", "exit(4)"])
-def test_a_directory_or_a_zip_file_runs_as_without_it(tmp_path, ending):
-    app = tmp_path / "app"
-    app.mkdir()
-    (app / "neighbour.py").write_text("VALUE = 7")
-    text = "import sys\nfrom neighbour import VALUE\nprint(__name__, sys.argv[1:], sys.path, VALUE)"
-    (app / "__main__.py").write_text(f"{text}\n{ending}")
-    zipapp.create_archive(app, tmp_path / "app.pyz")
-    assert_runs_as_without_it(tmp_path, "app", "--an-option")
-    assert_runs_as_without_it(tmp_path, "app.pyz", "--an-option")
 
 
 def test_a_script_that_does_not_exist_is_named(tmp_path):
@@ -909,7 +846,7 @@ def test_rank_zero_collects_the_notes_or_the_next_rank_that_answers(store, monke
         store.append("ended", "0 ")
     first = 0 if state == "answers" else 1
     with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda watch: watch.exchange_notes("hang"), watches[first:]))
+        results = list(pool.map(lambda watch: watch.exchange_notes(), watches[first:]))
     silent = {0: state} if first else {}
     assert (list(results[0][0]), results[0][1]) == (list(range(first, 4)), silent)
     assert results[1:] == [({}, silent)] * len(results[1:])
@@ -1004,39 +941,6 @@ def test_a_rank_outside_is_at_fault_while_the_others_initialize_nccl():
     )
     text = verdict([inside, inside])
     assert text.startswith("all ranks are in init_process_group: check the network")
-
-
-@needs_recorder
-def test_a_pause_of_ten_steps_is_a_warning_and_the_run_goes_on(tmp_path):
-    fault = "time.sleep(3 if step == 0 else 9 if step == 18 and rank == 1 else 0.1)"
-    script = tmp_path / "my_train.py"
-    script.write_text(DDP_SCRIPT.replace("# HERE", fault))
-    soon = "import hang; hang.EARLY_SECONDS = 2; hang.POLL = 0.5"
-    result = run(2, script, env={"HANG_TIMEOUT": "1000"}, before=soon)
-    assert result.codes == [0, 0], result.err
-    (line,) = re.findall("WARNING: no step for .*", "".join(result.err))
-    assert f"rank 1 on {HOST} is at collective " in line and "; the run ends at 1000 s" in line
-
-
-def test_memory_that_is_nearly_used_up_is_a_warning(monkeypatch, capsys):
-    used, limit = memory.usage()
-    assert 0 < used < limit
-    monkeypatch.setattr(memory, "SECONDS", 0)
-    sizes = iter([50 << 30, 91 << 30])
-    monkeypatch.setattr(memory, "usage", lambda: (next(sizes), 100 << 30))
-    memory.watch(threading.Event())
-    text = capsys.readouterr().err
-    assert f"91.0 of 100.0 GiB of memory are in use on {HOST}: request more" in text
-
-
-def test_the_limit_of_a_job_counts(memory_cgroup):
-    (memory_cgroup / "memory.limit_in_bytes").write_text(str(300 << 20))
-    enter = f"open('{memory_cgroup}/tasks', 'w').write(str(os.getpid()))"
-    code = f"import os, memory; {enter}; kept = b'1' * (200 << 20); print(*memory.usage())"
-    command = [sys.executable, "-c", code]
-    out = subprocess.check_output(command, cwd=REPO / "scripts", text=True)
-    used, limit = map(int, out.split())
-    assert limit == 300 << 20 and 200 << 20 < used < 290 << 20
 
 
 @pytest.mark.parametrize(
@@ -1271,28 +1175,6 @@ def test_an_error_of_nccl_is_recorded_with_its_last_line(tmp_path, monkeypatch, 
     assert written["cause"] == cause
     assert written["reason"].startswith(f"{name}: ") and "\n" not in written["reason"]
     assert all(part in written["reason"] for part in parts)
-
-
-DUPLICATE_GPU = """
-class DistBackendError(RuntimeError):
-    pass
-
-raise DistBackendError({text!r})
-"""
-
-
-def test_two_ranks_on_one_gpu_are_a_user_error_with_the_remedy(tmp_path):
-    text = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
-    text = NCCL_ERROR.format("invalid usage", "ncclInvalidUsage", text)
-    (tmp_path / "my_train.py").write_text(DUPLICATE_GPU.format(text=text))
-    failure = tmp_path / "failure"
-    result = run(2, tmp_path / "my_train.py", env={"FAILURE_FILE": failure})
-    assert 2 in result.codes and set(result.codes) <= {2, -signal.SIGTERM}
-    printed = result.err[result.codes.index(2)]
-    assert printed.startswith(f"guard.py: error: ranks 0 and 1 on {HOST} use the same GPU ")
-    assert "NPROC_PER_NODE" in printed and printed.count("\n") == 1
-    written = json.loads(failure.read_text())
-    assert written["cause"] == "configuration" and written["reason"] in printed
 
 
 ECC_ERROR = "CUDA error: uncorrectable ECC error encountered"

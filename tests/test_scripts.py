@@ -136,7 +136,7 @@ def test_the_last_record_of_a_step_counts(tmp_path):
     again = {"kind": "train", "step": 1, "loss": 2.5}
     with (run / "metrics.jsonl").open("a") as file:
         print(json.dumps(again), json.dumps(again | {"step": 2}), sep="\n", file=file)
-    assert script.Run(run).training_points("loss") == [(0, 3.0), (1, 2.5), (2, 2.5)]
+    assert script.Run(run).points("loss", "train") == [(0, 3.0), (1, 2.5), (2, 2.5)]
 
 
 def test_a_record_of_a_single_step_is_no_point(tmp_path):
@@ -147,7 +147,7 @@ def test_a_record_of_a_single_step_is_no_point(tmp_path):
     with (run / "metrics.jsonl").open("w") as file:
         for step in (80, 100, 120, 140, 141, 160, 171):
             print(json.dumps({"kind": "train", "step": step, "loss": 1.0}), file=file)
-    steps = [step for step, _ in script.Run(run).training_points("loss")]
+    steps = [step for step, _ in script.Run(run).points("loss")]
     assert steps == [80, 100, 120, 140, 160, 171]
 
 

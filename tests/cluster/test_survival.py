@@ -215,7 +215,8 @@ if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and not bad.exis
     (here / "new").rename(bad)
 while not bad.exists():
     time.sleep(0.05)
-if os.environ["MODE"] == "waits" and "SLURM_RESTART_COUNT" not in os.environ:
+is_first = os.environ["ATTEMPT"] == "1" and "SLURM_RESTART_COUNT" not in os.environ
+if os.environ["MODE"] == "waits" and is_first:
     time.sleep(1000)
 if os.environ["MODE"] == "hangs" and host == bad.read_text():
     failure = {"cause": "hang", "reason": "no answer", "host": host, "silent_hosts": [host]}
@@ -228,12 +229,12 @@ if os.environ["MODE"] == "hangs" and host == bad.read_text():
 def fake_job(racks, repo, tmp_path):
     """fake_job(mode, nodes): a job of a script without torch; its last node is the bad one."""
 
-    def fake_job(mode, nodes):
+    def fake_job(mode, nodes, *more):
         (tmp_path / "fake.py").write_text(FAKE)
         env = {"TRAIN_SCRIPT": tmp_path / "fake.py", "GUARD": "0", "LOG_DIR": tmp_path}
         env |= {"MODE": mode, "NNODES": "2"}
         words = ",".join(f"{name}={value}" for name, value in env.items())
-        flags = [f"--nodes={nodes}", "--gpus-per-node=1", "--ntasks-per-node=1"]
+        flags = [f"--nodes={nodes}", "--gpus-per-node=1", "--ntasks-per-node=1", *more]
         job = Job(racks, repo, tmp_path / "run", SRUN, [], *flags, f"--export=ALL,{words}")
         job.run = tmp_path / f"supervise_{job.id}"
         return job
@@ -254,8 +255,9 @@ def test_a_node_that_hangs_twice_is_left_out(fake_job, tmp_path, nodes):
     assert job.facts()["ExcNodeList"] == ("(null)" if nodes == 3 else bad)
 
 
-def test_a_job_that_loses_a_node_is_requeued_by_slurm(fake_job, tmp_path):
-    job = fake_job("waits", 2)
+@pytest.mark.parametrize("has_spare", [False, pytest.param(True, marks=long)])
+def test_a_job_that_loses_a_node_is_requeued_or_goes_on_with_a_spare(fake_job, tmp_path, has_spare):
+    job = fake_job("waits", *([3, "--no-kill"] if has_spare else [2]))
     job.wait((tmp_path / "bad").exists)
     name = f"NodeName={(tmp_path / 'bad').read_text()}"
     job.slurm("scontrol", "update", name, "State=DOWN", "Reason=test")
@@ -263,7 +265,124 @@ def test_a_job_that_loses_a_node_is_requeued_by_slurm(fake_job, tmp_path):
         assert job.end() == "COMPLETED", job.output()
     finally:
         job.cluster.on("login", "scontrol", "update", name, "State=RESUME")  # or it is back already
+    assert job.facts()["Restarts"] == ("0" if has_spare else "1")
+    if has_spare:
+        hosts = [record["hosts"] for record in job.attempts()]
+        assert (tmp_path / "bad").read_text() not in hosts[-1] and len(hosts[-1]) == 2, hosts
+
+
+# ------------------------------------------------------------------ trainers of other libraries
+
+LIGHTNING = """
+import os, signal, sys, time
+import lightning, torch
+
+class Stop(lightning.Callback):
+    received = False
+
+    def on_train_start(self, *_):  # in place of Lightning's handler, in which ranks may deadlock
+        signal.signal(signal.SIGTERM, self.receive)
+
+    def receive(self, *_):
+        self.received = True
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.strategy.reduce_boolean_decision(self.received, all=False):
+            trainer.save_checkpoint(path)
+            trainer.should_stop = True
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, _number):
+        time.sleep(0.2)
+        print("STEP", self.global_step, flush=True)
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+run, steps, *_ = sys.argv[1:]
+path = f"{run}/last.ckpt"
+options = {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "strategy": "ddp", "logger": False}
+options |= {"default_root_dir": run, "callbacks": [Stop()], "enable_progress_bar": False}
+options |= {"enable_checkpointing": False, "min_epochs": 0, "max_steps": int(steps)}
+trainer = lightning.Trainer(**options)
+loader = torch.utils.data.DataLoader(torch.ones(2000, 2))
+trainer.fit(Model(), loader, ckpt_path=path if os.path.exists(path) else None)
+"""
+
+HUGGING_FACE = """
+import sys, time
+import torch, transformers
+from transformers.trainer_utils import get_last_checkpoint
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        time.sleep(0.3)  # each rank saves 3 s after its signal, wherever it is
+        print("STEP", trainer.state.global_step, flush=True)
+        return {"loss": self.layer(x).mean()}
+
+run, steps, *_ = sys.argv[1:]
+options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+options |= {"enable_jit_checkpoint": True, "per_device_train_batch_size": 1}
+args = transformers.TrainingArguments(run, max_steps=int(steps), **options)
+data = [{"x": torch.tensor([number / 100, 1.0])} for number in range(2000)]
+trainer = transformers.Trainer(Model(), args, train_dataset=data)
+trainer.train(resume_from_checkpoint=get_last_checkpoint(run))
+"""
+
+
+def preempt(job):
+    flags = ["--partition=high", "--exclusive", f"--nodes={len(job.cluster.hosts) - 1}"]
+    job.slurm("sbatch", *flags, "--wrap=sleep 5", "--output=/dev/null")
+
+
+@long
+@pytest.mark.parametrize(
+    ("program", "style", "ask", "stop_signal"),
+    [
+        (LIGHTNING, TORCHRUN, preempt, "TERM"),
+        (LIGHTNING, SRUN, preempt, "TERM"),
+        (LIGHTNING, SRUN, usr1, "USR1"),  # Lightning's own handler requeues the job
+        (HUGGING_FACE, TORCHRUN, preempt, "TERM"),
+        (HUGGING_FACE, SRUN, preempt, "TERM"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) and "import" in value else None,
+)
+def test_a_trainer_of_another_library_saves_and_is_requeued_once(
+    racks, repo, tmp_path, program, style, ask, stop_signal
+):
+    (tmp_path / "own.py").write_text(program)
+    run = tmp_path / "run"
+    run.mkdir()
+    env = {"TRAIN_SCRIPT": tmp_path / "own.py", "STOP_SIGNAL": stop_signal, "LOG_DIR": tmp_path}
+    words = ",".join(f"{name}={value}" for name, value in env.items())
+    flags = ["--partition=low", "--exclusive", "--gpus-per-node=1", "--ntasks-per-node=1"]
+    flags.append(f"--export=ALL,{words}")
+    job = Job(racks, repo, run, style, ["--", str(run), "60"], *flags)
+    job.run = tmp_path / f"supervise_{job.id}"
+
+    def steps() -> list[int]:
+        return [int(number) for number in re.findall("(?m)^STEP (\\d+)$", job.output())]
+
+    job.wait(lambda: steps() and max(steps()) > 10)
+    ask(job)
+    assert job.end() == "COMPLETED", job.output()
     assert job.facts()["Restarts"] == "1"
+    assert job.attempts()[-1]["cause"] == "ended", job.output()
+    again = int(program is HUGGING_FACE)  # it may save between backward() and step()
+    if ask is usr1:  # Lightning trains on until the job ends
+        again = 20
+    counts = [steps().count(number) for number in range(60)]
+    assert counts[0] == 2 and min(counts) == 2, job.output()
+    assert sum(counts) <= 2 * (60 + again), job.output()
 
 
 # ------------------------------------------------------------------ tests of a minute or more
