@@ -2115,9 +2115,8 @@ def load_model(path: str, task: Task | None = None, device: str = "cpu") -> nn.M
     checkpoint = load_checkpoint(Path(path))
     name = type(task).__name__
     if checkpoint["task"] != name:
-        raise UserError(
-            f"{path} is of the task {checkpoint['task']}, not {name}: run its script, or pass that task"
-        )
+        text = f"{path} is of the task {checkpoint['task']}, not {name}"
+        raise UserError(f"{text}: run its script, or pass that task")
     task.spec = checkpoint["spec"]
     task.step = checkpoint["state"]["step"]
     task.total_steps = checkpoint.get("total_steps", 0)
