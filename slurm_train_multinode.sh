@@ -67,6 +67,7 @@ fi
 source scripts/common.sh
 check_slurm_job
 export REPO_ROOT="$PWD" PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
+export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"                         # labels numbered in the order of a set: on all ranks alike
 # shellcheck source=scripts/site.sh
 source scripts/site.sh
 set_program "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"

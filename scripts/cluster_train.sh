@@ -85,6 +85,7 @@ main() {
     fail "too many arguments before the options: ${given[*]:5} (the script's own arguments go after --)"
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
+  export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"        # labels numbered in the order of a set: on all ranks alike
   # shellcheck source=scripts/site.sh
   source scripts/site.sh
   # Only Apptainer runs this script outside the container: with Pyxis, PYTHON of the host is not here.

@@ -428,17 +428,19 @@ def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
     assert "PET_NNODES PET_RDZV_BACKEND PET_RDZV_ENDPOINT: ignored" in result.stdout
 
 
-def test_each_attempt_has_a_secret_of_its_own_for_the_store(tmp_path):
+def test_attempts_differ_in_the_secret_for_the_store_but_not_in_the_order_of_sets(tmp_path):
     script = tmp_path / "my_train.py"
-    script.write_text("import os\nprint(f'KEY {os.environ[\"STORE_KEY\"]}')\nraise SystemExit(1)\n")
+    text = "import os\nprint(f'KEY {os.environ[\"STORE_KEY\"]}', 'HASH', hash('a'), 'END')\n"
+    script.write_text(f"{text}raise SystemExit(1)\n")
     env = {"PYTHON": sys.executable, "GUARD": "0", "TRAIN_SCRIPT": str(script)}
     env |= {"LOG_DIR": str(tmp_path), "MAX_RESTARTS": "1"}
-    keys = []
+    keys, hashes = [], []
     for before in (["scripts/supervise.py"], []):
         command = [*before, "scripts/ssh/launch_singlenode.sh", CONFIG, "1"]
         result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True)
         keys += re.findall(r"KEY (\S{16,})", result.stdout.decode())
-    assert len(set(keys)) == 3, keys
+        hashes += re.findall(r"HASH (\S+) END", result.stdout.decode())
+    assert len(set(keys)) == 3 and len(set(hashes)) == 1, (keys, hashes)
 
 
 ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
