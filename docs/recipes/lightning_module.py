@@ -14,20 +14,20 @@ from torch.utils.data import DataLoader
 
 
 class StopTogether(Callback):
-    """After SIGUSR1 to any rank, all ranks save after the same step, and stop.
-
-    With this handler, Lightning does not requeue a job of Slurm: scripts/supervise.py does.
-    """
+    """After SIGTERM or SIGUSR1 to any rank, all ranks save after the same step, and stop."""
 
     def __init__(self, path: Path):
         self.path = path
         self.received = False
-        signal.signal(signal.SIGUSR1, self.receive)
 
     def receive(self, *_):
         self.received = True
 
     def on_train_start(self, trainer, _module):
+        # In place of Lightning's: at SIGTERM, it saves nothing, and its ranks may deadlock. At
+        # SIGUSR1, it would requeue a job of Slurm, which scripts/supervise.py does, too.
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self.receive)
         if trainer.is_global_zero:
             print(f"from step {trainer.global_step}", flush=True)
 
