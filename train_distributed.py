@@ -1890,6 +1890,7 @@ class Saver:
         if not all(p.isfinite().all() for p in model.parameters()):
             raise UserError(f"{path.name} not saved: the weights are not finite; lower --lr", "NaN")
         content = self.content(state, model, optimizer, scaler)
+        content["digests"] = digests_in(content)
         try:
             write_file(path, functools.partial(write_checkpoint, content))
             self.has_failed = False
@@ -2039,9 +2040,10 @@ def load_checkpoint(path, is_verified=True):
     """
     HangTimer.idle = 0
     try:
+        checkpoint = open_checkpoint(path)
         if is_verified:
-            verify(path)
-        return open_checkpoint(path)
+            verify(checkpoint)
+        return checkpoint
     except (FileNotFoundError, PermissionError) as error:
         text = f"{socket.gethostname()} cannot read {path} ({error.strerror})"
         raise UserError(f"{text}: is it there, in a directory that all nodes see?") from None
@@ -2050,12 +2052,15 @@ def load_checkpoint(path, is_verified=True):
         raise UserError(f"{text} ({type(error).__name__}: {error})") from None
 
 
-def verify(path):
-    """ValueError if a part of the file does not have the checksum that torch.save() has written."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged:
-        raise ValueError(f"{damaged} is not as it was saved")
+def verify(checkpoint):
+    if checkpoint["digests"] != digests_in(checkpoint):
+        raise ValueError("a tensor is not as it was saved")
+
+
+def digests_in(checkpoint):
+    """Of all tensors in it, which may be on several devices."""
+    leaves = tree_leaves(checkpoint)
+    return [digests_of([leaf]).item() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def load_weights(model, weights):
@@ -2076,8 +2081,8 @@ def load_initial_weights(cfg, model):
     """--init: the weights of a checkpoint, or a state dict of others; says which do not fit."""
     try:
         weights = torch.load(cfg.init, map_location="cpu", weights_only=True)
-        if zipfile.is_zipfile(cfg.init):
-            verify(cfg.init)
+        if isinstance(weights.get("digests"), list):
+            verify(weights)
         for key in ("model", "state_dict"):
             if isinstance(weights.get(key), Mapping):
                 weights = weights[key]

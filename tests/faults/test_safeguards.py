@@ -122,7 +122,7 @@ TRAINER = {
     "damaged weights are found": (
         "faults/test_damage.py",
         " differs$",
-        "t.verify = lambda path: None",
+        "t.digests_in = lambda checkpoint: []",
     ),
     "files are written under another name first": (
         "faults/test_kills.py -k inside_a_save",
