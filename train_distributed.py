@@ -439,6 +439,8 @@ def train(task, cfg, world):
     reason = ""  # why to end before the last step; the same on all ranks
     begin = f"Resuming from {path} at step {state.step}" if path else "Starting a new run"
     log_on_rank_0(f"Code: {saver.code}\n{begin}, to step {last_step}")
+    if state.step >= last_step:
+        log_on_rank_0("Nothing is left to train: raise --epochs, or set another --checkpoint-dir")
     saver.write_status(state.step, "running")
 
     set_train_or_eval = functools.partial(
@@ -956,7 +958,10 @@ def open_data(task, cfg):
 
 
 class InMemoryDataset(TensorDataset):
-    """Tensors with the same first dimension, which are copied to the device of each rank."""
+    """Tensors or arrays of the same first dimension, copied to the device of each rank."""
+
+    def __init__(self, *arrays):
+        super().__init__(*map(torch.as_tensor, arrays))
 
 
 class SeededDataset(Subset):
@@ -1032,6 +1037,8 @@ class SampleStream:
         self.samples = samples = len(train_set)
         self.micro_batches_per_step, rest = divmod(cfg.global_batch_size, cfg.batch_size)
         ranks, count = world.world_size, self.micro_batches_per_step
+        if cfg.batch_size > samples:
+            raise UserError(f"--batch-size {cfg.batch_size} is more than the {samples} samples")
         if rest or count < ranks or cfg.global_batch_size > samples:
             raise UserError(
                 f"a global batch of {cfg.global_batch_size} samples does not fit: it must be a "
@@ -2319,7 +2326,7 @@ def option_value(parser, flag, key, text, value):
 # --------------------------------------------------------------------------------------- MAIN
 def main(task: Task | None = None, argv: list[str] | None = None):
     """Train or evaluate as the command line says. A script of your own calls main(MyTask())."""
-    task = task or Task()
+    task = task() if isinstance(task, type) else task or Task()
     children = multiprocessing.active_children()
     numbers = [*STOP_SIGNALS, getattr(signal, "SIGCHLD", signal.SIGINT)]
     handlers = {number: signal.getsignal(number) for number in numbers}

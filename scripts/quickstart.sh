@@ -82,12 +82,15 @@ main() {
   if [[ "${1:-}" == --install-only ]]; then
     exit
   fi
-  local interrupted=""
+  local interrupted="" status=0
   trap 'interrupted=1' INT
-  train "$@"
+  train "$@" || status="$?"
   if [[ -n "$interrupted" ]]; then
     echo "To continue, run the same command again"
     exit 130
+  fi
+  if ((status)); then
+    exit "$status"
   fi
   "$VENV/bin/python" scripts/plot_metrics.py "$RUN_DIR"
   cat <<END

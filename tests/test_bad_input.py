@@ -101,6 +101,9 @@ def test_the_global_batch_must_be_micro_batches_for_all_ranks(batch, ranks):
     message = str(refused.value)
     assert f"a global batch of {batch} samples does not fit" in message
     assert f"multiple of --batch-size 8, from {8 * ranks} (for {ranks} ranks) to 200" in message
+    cfg.batch_size = 204
+    with pytest.raises(UserError, match="204 is more than the 203 samples"):
+        train_distributed.SampleStream(Task(), cfg, World(0, ranks), range(203))
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny):

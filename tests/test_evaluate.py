@@ -90,4 +90,4 @@ def test_a_model_of_another_task_is_refused(path):
 
     with pytest.raises(UserError) as refused:
         load_model(path, Other())
-    assert str(refused.value) == f"{path} is of the task ResNet, not Other: pass that task"
+    assert f"{path} is of the task ResNet, not Other: " in str(refused.value)

@@ -373,6 +373,14 @@ def test_buffers_that_appear_in_the_first_step_are_resumed(tmp_path):
     assert_same_state(train_here(tmp_path / "run", APPEARS), whole)
 
 
+def test_data_may_be_arrays_and_a_task_its_class(tmp_path):
+    of_arrays = "lambda s: trainer.InMemoryDataset(*map(np.array, s.tensors))"
+    task = task_of(method("data", "cfg", f"return [*map({of_arrays}, super().data(cfg))]"))
+    trainer.main(type(task), [*EPOCHS, f"--checkpoint-dir={tmp_path}/run"])
+    usual = train_here(tmp_path / "usual", "pass")
+    assert_same_state(torch.load(tmp_path / "run/checkpoint_epoch_2.pt", weights_only=True), usual)
+
+
 def test_the_spec_of_one_task_is_not_that_of_the_next(tmp_path):
     code = method("data", "cfg", "self.spec['n'] = 1\nreturn super().data(cfg)")
     assert train_here(tmp_path / "one", code)["spec"] == {"n": 1}

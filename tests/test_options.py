@@ -249,6 +249,7 @@ def test_a_finished_run_stays_finished_and_more_epochs_extend_it(tmp_path, tiny)
     train(tmp_path / "run", 2, *tiny, "--epochs=1")
     again = train(tmp_path / "run", 2, *tiny, "--epochs=1")
     assert f"Finished at step 13 of 13, saved in {again.directory}\n" in again.out[0]
+    assert "Nothing is left to train" in again.out[0]
     assert again.status()["state"] == "finished"
     assert again.checkpoints() == {"checkpoint_epoch_1"}
     more = train(tmp_path / "run", 2, *tiny, "--epochs=2")

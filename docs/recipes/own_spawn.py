@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import torch
 from torch import distributed as dist
@@ -23,6 +24,7 @@ def train(rank, ranks, steps):
         optimizer.step()
     if rank == 0:
         print(f"{dist.get_world_size()} ranks: loss {loss:.4f}")
+    time.sleep(0.2)  # for gloo: pytorch issue 179291
     dist.destroy_process_group()
 
 
