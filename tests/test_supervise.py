@@ -963,9 +963,7 @@ def test_all_nodes_are_asked_together_whether_they_start_the_program(monkeypatch
 @pytest.mark.parametrize(("name", "is_reached"), [("srun", False), ("python", True)])
 def test_sigquit_reaches_our_launchers_but_not_srun(tmp_path, start, name, is_reached):
     """It would end the step of srun."""
-    told = (
-        "trap 'exit 3' QUIT; sleep 0.5; echo runs; sleep 3 & wait"  # known by then
-    )
+    told = "trap 'exit 3' QUIT; sleep 0.5; echo runs; sleep 3 & wait"  # known by then
     program = write_program(tmp_path / name, told)
     process = start(program, "scripts/cluster_train.sh", MAX_RESTARTS="0")
     assert "runs" in process.stdout.readline()
