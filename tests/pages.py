@@ -1,7 +1,9 @@
 """The Markdown pages of this repository: their headings, links, commands and outputs."""
 
 import difflib
+import os
 import re
+import subprocess
 from pathlib import Path
 
 BLOCK = re.compile(r"(?ms)^ *```(\w*)\n(.*?)^ *```$")  # indented ones are part of a list
@@ -95,3 +97,15 @@ def broken_links(path: Path) -> list[str]:
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link)
     return broken
+
+
+def run_command(command: str, directory: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Run it in bash until it ends; its output and errors are together, in stdout."""
+    return subprocess.run(
+        ["bash", "-c", command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=directory,
+        env=os.environ | variables,
+    )

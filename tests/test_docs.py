@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,16 @@ from harness import (
     wait_until,
     write_program,
 )
-from pages import anchors, blocks, broken_links, commands, commands_of, difference, section
+from pages import (
+    anchors,
+    blocks,
+    broken_links,
+    commands,
+    commands_of,
+    difference,
+    run_command,
+    section,
+)
 
 import train_distributed
 
@@ -109,14 +117,7 @@ def copy_with_venv(directory: Path) -> Path:
 def run(command: str, clone) -> str:
     """What the command prints in the clone, which the pages call /home/me/train."""
     path = f"{clone}/.venv/bin:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=clone,
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_command(command, clone, PATH=path, OMP_NUM_THREADS="1")
     assert done.returncode in (0, WARNINGS_ALLOWED.get(command)), done.stdout
     return done.stdout.replace(str(clone), "/home/me/train")
 

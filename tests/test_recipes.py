@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from harness import REPO, copy_repository, processes_with, running, wait_until, write_images
-from pages import commands_of, section
+from pages import commands_of, run_command, section
 
 PAGE = (REPO / "docs/RECIPES.md").read_text()
 VERSIONS = (REPO / "docs/recipes/requirements.txt").read_text()
@@ -60,13 +60,7 @@ def require(module: str) -> None:
 
 
 def run_to_the_end(command: str, clone: Path) -> str:
-    done = subprocess.run(
-        ["bash", "-c", command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=clone,
-    )
+    done = run_command(command, clone)
     assert done.returncode == 0, done.stdout
     assert "guard.py: WARNING" not in done.stdout
     return done.stdout
