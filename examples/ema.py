@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
-from train_distributed import Task, fraction, main  # noqa: E402
+from train_distributed import Task, main  # noqa: E402
 
 
 class WithAverage(nn.Module):
@@ -48,7 +48,7 @@ class WithAverage(nn.Module):
 class AveragedWeights(Task):
     def add_options(self, parser):
         super().add_options(parser)
-        parser.add_argument("--ema-decay", type=fraction, default=0.999, help="[0.999]")
+        parser.add_argument("--ema-decay", type=float, default=0.999, help="[0.999]")
 
     def model(self, cfg):
         return WithAverage(super().model(cfg), cfg.ema_decay)

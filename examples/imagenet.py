@@ -25,9 +25,7 @@ from train_distributed import (  # noqa: E402
     Normalized,
     Task,
     UserError,
-    did_you_mean,
     main,
-    positive_int,
 )
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's pixels, from 0 to 1
@@ -77,7 +75,7 @@ class Images(Task):
     def add_options(self, parser):
         add = parser.add_argument
         add("--model", default="resnet18", help="a classifier of torchvision [resnet18]")
-        add("--image-size", type=positive_int, default=224, help="pixels per side [224]")
+        add("--image-size", type=int, default=224, help="pixels per side [224]")
         add("--synthetic", action="store_true", help="train on noise instead, for benchmarks")
 
     def data(self, cfg):
@@ -93,8 +91,7 @@ class Images(Task):
     def model(self, cfg):
         names = models.list_models(module=models)  # those for classification
         if cfg.model not in names:
-            hint = did_you_mean(cfg.model, names)
-            raise UserError(f"--model {cfg.model} is not in torchvision{hint}")
+            raise UserError(f"--model {cfg.model} is not in torchvision")
         options = {"num_classes": len(self.spec["classes"])}
         if cfg.model in ("googlenet", "inception_v3"):
             options["aux_logits"] = False

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
-from train_distributed import InMemoryDataset, Task, UserError, fraction, main, positive_int  # noqa: E402
+from train_distributed import InMemoryDataset, Task, UserError, main  # noqa: E402
 
 
 class TinyGpt(nn.Module):
@@ -52,13 +52,13 @@ class TinyGpt(nn.Module):
 class LanguageModel(Task):
     def add_options(self, parser):
         add = parser.add_argument
-        add("--length", type=positive_int, default=64, help="characters that it sees [64]")
-        add("--layers", type=positive_int, default=2, help="[2]")
-        add("--width", type=positive_int, default=64, help="a multiple of its 4 heads [64]")
-        add("--dropout", type=fraction, default=0.1, help="[0.1]")
-        add("--windows", type=positive_int, help="at random positions of the text [side by side]")
-        add("--beta2", type=fraction, default=0.999, help="of AdamW [0.999]")
-        add("--min-lr-factor", type=fraction, default=0.0, help="at the end of the schedule [0]")
+        add("--length", type=int, default=64, help="characters that it sees [64]")
+        add("--layers", type=int, default=2, help="[2]")
+        add("--width", type=int, default=64, help="a multiple of its 4 heads [64]")
+        add("--dropout", type=float, default=0.1, help="[0.1]")
+        add("--windows", type=int, help="at random positions of the text [side by side]")
+        add("--beta2", type=float, default=0.999, help="of AdamW [0.999]")
+        add("--min-lr-factor", type=float, default=0.0, help="at the end of the schedule [0]")
 
     def data(self, cfg):
         files = sorted(Path(cfg.data_dir).glob("*.txt")) + sorted(Path(cfg.data_dir).glob("*.md"))

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
-from train_distributed import Task, fraction, main, positive_int  # noqa: E402
+from train_distributed import Task, main  # noqa: E402
 
 
 class OtherSchedule(Task):
@@ -21,8 +21,8 @@ class OtherSchedule(Task):
         super().add_options(parser)
         add = parser.add_argument
         add("--schedule", choices=["cosine", "constant"], default="cosine", help="[cosine]")
-        add("--min-lr-factor", type=fraction, default=0.0, help="x lr at the end [0]")
-        add("--lr-base-batch-size", type=positive_int, help="global batch of --lr [any]")
+        add("--min-lr-factor", type=float, default=0.0, help="x lr at the end [0]")
+        add("--lr-base-batch-size", type=int, help="global batch of --lr [any]")
 
     def optimizer(self, cfg, model):
         optimizer = super().optimizer(cfg, model)

@@ -10,7 +10,7 @@ and the metrics are those of Task. To use the trained model, in the root of the 
     from examples.own_model import DigitsMlp
     from train_distributed import load_model
 
-    model = load_model("runs/own_model/checkpoint_epoch_5.pt", DigitsMlp())
+    model = load_model("runs/own_model/best.pt", DigitsMlp())
     logits = model(images)  # uint8 [b, 1, 28, 28]
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # train_distributed.py is there
-from train_distributed import Normalized, Task, main, positive_int, read_mnist  # noqa: E402
+from train_distributed import Normalized, Task, main, read_mnist  # noqa: E402
 
 DIGITS = Path(__file__).resolve().parent.parent / "data/mnist_sample"
 
@@ -42,7 +42,7 @@ class Mlp(nn.Module):
 
 class DigitsMlp(Task):
     def add_options(self, parser):
-        parser.add_argument("--width", type=positive_int, default=256, help="hidden units [256]")
+        parser.add_argument("--width", type=int, default=256, help="hidden units [256]")
 
     def data(self, cfg):
         return read_mnist(DIGITS, "train"), read_mnist(DIGITS, "test")
