@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from harness import (  # noqa: E402
     LONG,
     bf16_settings,
     processes_with,
+    start_fork_server,
     train,
     wait_until,
     write_images,
@@ -46,6 +48,17 @@ for number in INTERRUPTS:
     signal.signal(number, end_the_tests)
 if is_nohup:
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def refuse_changes_beside_threads(event: str, arguments: tuple) -> None:
+    """The environment and the working directory belong to all threads, and to what they start."""
+    is_of_pytest = arguments[:1] == (b"PYTEST_CURRENT_TEST",)
+    changes = event in ("os.putenv", "os.unsetenv", "os.chdir") and not is_of_pytest
+    if changes and threading.active_count() > 1:
+        raise RuntimeError(f"{event} while these threads run: {threading.enumerate()}")
+
+
+sys.addaudithook(refuse_changes_beside_threads)
 
 skipped: list = []
 
@@ -87,6 +100,7 @@ def temporary_files(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("tmp"))
     os.environ["TMPDIR"] = directory
     tempfile.tempdir = directory  # also that of this process, which may have been read before
+    start_fork_server()
     yield
     for pid in processes_with("TMPDIR", directory):
         with suppress(ProcessLookupError):

@@ -139,7 +139,10 @@ context = multiprocessing.get_context("forkserver")
 
 
 def start_fork_server() -> None:
-    """Before Python 3.12.3, it does not inherit sys.path, and skips modules it cannot import."""
+    """Once, before any test: it changes the environment, which threads of a test may read.
+
+    Before Python 3.12.3, it does not inherit sys.path, and skips modules it cannot import.
+    """
     context.set_forkserver_preload(["preload"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{REPO / 'tests'}:{REPO}"  # preload.py removes it
@@ -384,7 +387,6 @@ def run_ranks(
     """
     if os.environ.get("WITHOUT_SAFEGUARD"):  # a hang is then expected
         timeout = min(timeout, 120)
-    start_fork_server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
     logs, processes = tempfile.mkdtemp(prefix="ranks-"), []
     for rank in range(ranks):
