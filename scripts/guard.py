@@ -21,6 +21,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - avoids a hang of loader workers with older releases of Python 3.10 and 3.11;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
 - in an srun step, turns SIGUSR1 and SIGUSR2 into STOP_SIGNAL, unless the script handles them;
+- prints what docs/TROUBLESHOOTING.md says about the error of the first rank that fails;
 - records why the first rank failed, for scripts/supervise.py and cluster_train.sh.
 
 Environment:
@@ -68,6 +69,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import explain
 import memory
 import node_check
 import slow_ranks
@@ -102,6 +104,7 @@ LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU req
 MAX_RANKS = 1_000_000
 OWN_MODULES = (
     "check_training",
+    "explain",
     "hang",
     "memory",
     "node_check",
@@ -139,7 +142,9 @@ def run_as_rank(arguments: list[str]) -> None:
     keep_freed_memory()
     os.register_at_fork(before=wait_for_new_threads)
     watch = None
-    if os.environ.get("GUARD") != "0":
+    is_guarded = os.environ.get("GUARD") != "0"
+    if is_guarded:
+        explain.remember_output()
         if world["LOCAL_RANK"] == 0 and is_srun_step(os.environ):
             check_node(arguments)
         if world["WORLD_SIZE"] > 1:
@@ -161,7 +166,12 @@ def run_as_rank(arguments: list[str]) -> None:
             write_failure("out of memory", memory.KILLED, None)
         report_error(error, world["RANK"], watch)
     if error:
-        exit_with(error)
+        print_traceback(error)
+        if is_guarded and is_rank and not has_lost_rank(error):
+            explain.explain(error, watch.store if watch else None)
+        if isinstance(error, Exception):
+            sys.exit(1)
+        raise error
 
 
 def check_node(arguments: list[str]) -> None:
@@ -180,16 +190,15 @@ def start_watch(world: dict[str, int], arguments: list[str]) -> HangWatch:
     return watch
 
 
-def exit_with(error: BaseException) -> None:
-    """End as Python would: no frames of this file and of runpy are in the traceback."""
+def print_traceback(error: BaseException) -> None:
+    """As Python would, but without the frames of this file and of runpy."""
     if not isinstance(error, Exception):  # SystemExit or KeyboardInterrupt
-        raise error
+        return
     own_files = (__file__, runpy.run_path.__code__.co_filename)
     traceback = error.__traceback__
     while traceback and traceback.tb_frame.f_code.co_filename in own_files:
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-    sys.exit(1)
 
 
 # ------------------------------------------------------------------------------ stop signals
