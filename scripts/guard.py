@@ -32,6 +32,8 @@ Environment:
                   1,620 s with gloo, or of init_process_group(timeout=...)  []
     SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
                   collectives; 0: slow ranks are not named                  [60]
+    CHECK_FINITE  1: name the first step in which a gradient is not finite, its rank
+                  and its layer                                             []
     CHECK_TRAINING  0: not whether the ranks train one model together         [1]
     STORE_KEY     a secret of the job's ranks: other users cannot guess which keys of the
                   store guard.py reads        [random, from supervise.py and launch.py]
@@ -103,6 +105,7 @@ GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 MAX_RANKS = 1_000_000
 OWN_MODULES = (
+    "check_finite",
     "check_training",
     "explain",
     "hang",
@@ -149,6 +152,11 @@ def run_as_rank(arguments: list[str]) -> None:
             check_node(arguments)
         if world["WORLD_SIZE"] > 1:
             watch = start_watch(world, arguments)
+    finite = None
+    if watch or (is_guarded and os.environ.get("CHECK_FINITE") == "1"):
+        import check_finite  # imports PyTorch
+
+        finite = check_finite.FiniteCheck(world["RANK"])
     own_pid = os.getpid()
     oom_kills = memory.oom_kills()
     error = None
@@ -159,6 +167,8 @@ def run_as_rank(arguments: list[str]) -> None:
         if not has_succeeded:
             error = raised
     is_rank = os.getpid() == own_pid  # else, a child of the script's own os.fork()
+    if finite and is_rank:
+        finite.end()
     if watch and is_rank:
         watch.end(error)
     if error and is_rank:
