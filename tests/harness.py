@@ -46,16 +46,16 @@ RECORD = """if True:
     import itertools, json, os
     from train_distributed import SampleStream
 
-    def recorded(self, step, device, inner=SampleStream.keys):
+    def recorded(self, step, device, inner=SampleStream.micro_batches_from):
         rank = os.environ.get("RANK", "0")
         places = ((s, micro) for s in itertools.count(step) for micro in self.micro_batches)
         with open(f"{DIRECTORY}-samples{rank}.jsonl", "a") as file:
-            for keys, (s, micro) in zip(inner(self, step, device), places):
-                ids = [key % self.samples for key in keys.tolist()]
+            for micro_batch, (s, micro) in zip(inner(self, step, device), places):
+                ids = [key % self.samples for key in micro_batch[-1].tolist()]
                 print(json.dumps([s, micro, ids]), file=file, flush=True)
-                yield keys
+                yield micro_batch
 
-    SampleStream.keys = recorded
+    SampleStream.micro_batches_from = recorded
 """
 
 # A task whose loss() also runs a statement once, in that call, on that rank.
@@ -82,10 +82,10 @@ FAULT_IN_STEP = """if True:
     import torch
     import train_distributed as trainer
 
-    def train_step(cfg, world, stream, loss_of, *more, inner=trainer.train_step):
-        if more[-2] == {step} and world.rank == {rank}:
+    def train_step(cfg, world, stream, state, *more, inner=trainer.train_step):
+        if state.step == {step} and world.rank == {rank}:
             {fault}
-        inner(cfg, world, stream, loss_of, *more)
+        inner(cfg, world, stream, state, *more)
 
     trainer.train_step = train_step
 """
@@ -161,16 +161,19 @@ class Result:
     err: list[str]
     directory: Path
 
-    def checkpoint(self, name: str) -> dict:
+    def checkpoint(self, step: int | str) -> dict:
+        """That of this step, or "best"."""
+        name = step if step == "best" else f"checkpoint_step_{step}"
         path = self.directory / f"{name}.pt"
         return torch.load(path, map_location="cpu", weights_only=True)
 
-    def newest(self) -> dict:
-        newest = max(self.directory.glob("checkpoint_*.pt"), key=os.path.getmtime)
-        return self.checkpoint(newest.stem)
+    def saved(self) -> list[int]:
+        """The steps of its checkpoints."""
+        paths = self.directory.glob("checkpoint_step_*.pt")
+        return sorted(int(path.stem.rpartition("_")[2]) for path in paths)
 
-    def checkpoints(self) -> set[str]:
-        return {path.stem for path in self.directory.glob("checkpoint_*.pt")}
+    def newest(self) -> dict:
+        return self.checkpoint(self.saved()[-1])
 
     def status(self) -> dict:
         return json.loads((self.directory / "status.json").read_text())
@@ -465,7 +468,7 @@ def train(directory: Path, ranks: int, *options: str, **more) -> Result:
 
 def assert_same_state(a: dict, b: dict) -> None:
     """Check that weights, optimizer and step of two checkpoints are identical, bit for bit."""
-    assert a["state"]["step"] == b["state"]["step"]
+    assert a["step"] == b["step"]
     assert a["model"].keys() == b["model"].keys()
     for name, tensor in a["model"].items():
         assert torch.equal(tensor, b["model"][name]), f"{name} differs"

@@ -32,12 +32,12 @@ def only_error(text: str) -> str:
     return sentence
 
 
-def refuse_here(capsys, directory, *options, task=None) -> str:
+def refuse_here(capfd, directory, *options, task=None) -> str:
     """Like refuse(), in this process, which is faster."""
     with pytest.raises(SystemExit) as ended:
         train_distributed.main(task, [f"--checkpoint-dir={directory}", *options])
     assert ended.value.code == 2
-    return only_error(capsys.readouterr().err)
+    return only_error(capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ CHANGES = {
 
 
 def test_what_makes_a_run_this_run_cannot_be_changed_in_a_named_directory_either(
-    finished, tiny, capsys
+    finished, tiny, capfd
 ):
-    message = refuse_here(capsys, finished, *tiny, *CHANGES, "--lr=0.5")
+    message = refuse_here(capfd, finished, *tiny, *CHANGES, "--lr=0.5")
     assert message.startswith("the options of this run have changed (")
     for change in [*CHANGES.values(), "lr 0.05 -> 0.5"]:
         assert change in message
@@ -175,10 +175,10 @@ def test_the_same_command_without_a_directory_continues_its_run(one_epoch, tiny)
     assert again.codes == [0] and "Finished at step 26 of 26" in again.out[0]
 
 
-def test_a_checkpoint_of_other_data_of_the_same_kind_is_refused(finished, tmp_path, capsys):
+def test_a_checkpoint_of_other_data_of_the_same_kind_is_refused(finished, tmp_path, capfd):
     other = write_mnist(tmp_path / "other", train=99, test=9)
     options = ["--dataset=mnist", f"--data-dir={other}", "--batch-size=8"]
-    message = refuse_here(capsys, finished, *options)
+    message = refuse_here(capfd, finished, *options)
     assert "samples 203 -> 99" in message and message.endswith(" cannot change")
 
 
@@ -193,10 +193,10 @@ class Other(Task):
     ("name", "expected"), [("Other", "task Task -> Other"), ("Task", "spec {'classes': ['0', ")]
 )
 def test_a_checkpoint_of_another_task_or_of_other_classes_is_refused(
-    finished, tiny, capsys, name, expected
+    finished, tiny, capfd, name, expected
 ):
     task = type(name, (Other,), {})()
-    assert f"have changed ({expected}" in refuse_here(capsys, finished, *tiny, task=task)
+    assert f"have changed ({expected}" in refuse_here(capfd, finished, *tiny, task=task)
 
 
 @pytest.mark.parametrize("option", ["--resume", "--init"])

@@ -62,9 +62,9 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_training(tmp_path):
     assert load_model(run.directory / "best.pt", named_task("Mine")).weight.shape == (1, 4)
 
 
-def test_patience_without_a_test_set_is_refused(tmp_path, capsys):
+def test_patience_without_a_test_set_is_refused(tmp_path, capfd):
     untested = task_of("def data(self, cfg): return [torch.ones(4)] * 32, None")
-    message = refuse_here(capsys, tmp_path / "run", *QUICK, "--patience=3", task=untested)
+    message = refuse_here(capfd, tmp_path / "run", *QUICK, "--patience=3", task=untested)
     assert message.startswith("--patience: there is no test set")
 
 

@@ -282,7 +282,7 @@ def data(self, cfg):
 
 @pytest.mark.parametrize(("code", "expected"), REFUSED.values(), ids=REFUSED)
 def test_the_first_mistakes_of_a_task_are_one_sentence_before_anything_is_saved(
-    tmp_path, capsys, code, expected
+    tmp_path, capfd, code, expected
 ):
     if "loader_options" in code:
         code += IN_FILES
@@ -290,7 +290,7 @@ def test_the_first_mistakes_of_a_task_are_one_sentence_before_anything_is_saved(
     if "wrap" in code:
         assert expected in refuse(tmp_path / "run", *options, ranks=2, **small(code))
     else:
-        assert expected in refuse_here(capsys, tmp_path / "run", *options, task=task_of(code))
+        assert expected in refuse_here(capfd, tmp_path / "run", *options, task=task_of(code))
     assert not [*tmp_path.glob("run/*.pt"), *tmp_path.glob("run/.*.tmp")]
 
 
@@ -304,9 +304,9 @@ DROPS = IN_FILES + method(
 COUNTED = loss_and("return loss, {'count': torch.tensor(len(x))}")
 
 
-def test_a_collate_fn_that_drops_samples_needs_a_count(tmp_path, capsys):
+def test_a_collate_fn_that_drops_samples_needs_a_count(tmp_path, capfd):
     options = [*EPOCHS, "--num-workers=0"]  # which prefetch_factor would not allow
-    message = refuse_here(capsys, tmp_path / "refused", *options, task=task_of(DROPS))
+    message = refuse_here(capfd, tmp_path / "refused", *options, task=task_of(DROPS))
     assert 'the sum "count"' in message
     counting = small(DROPS + COUNTED + "\ndef report(self, sums): return {'count': sums['count']}")
     run = train(tmp_path / "run", 1, *options, **counting)
@@ -392,7 +392,7 @@ def test_the_best_loss_is_the_lowest_one(tmp_path):
     assert_same_state(torch.load(tmp_path / "best.pt", weights_only=True), last)
 
 
-def test_another_optimizer_in_a_resumed_run_is_refused(tmp_path, capsys):
+def test_another_optimizer_in_a_resumed_run_is_refused(tmp_path, capfd):
     options = [*EPOCHS, "--stop-at-step=2"]
     trainer.main(task_of(), [*options, f"--checkpoint-dir={tmp_path}"])
     code = method(
@@ -401,7 +401,7 @@ def test_another_optimizer_in_a_resumed_run_is_refused(tmp_path, capsys):
         "groups = [{'params': [p]} for p in model.parameters()]\n"
         "return torch.optim.SGD(groups, cfg.lr)",
     )
-    message = refuse_here(capsys, tmp_path, *options, task=task_of(code))
+    message = refuse_here(capfd, tmp_path, *options, task=task_of(code))
     assert message.startswith("the optimizer is not that of the checkpoint")
 
 
@@ -663,13 +663,13 @@ def test_initial_weights_may_be_a_plain_state_dict(tmp_path, prefix):
         load_initial(model, {"other.weight": torch.ones(2, 64)}, tmp_path / "other.pt")
 
 
-def test_of_two_places_that_fit_initial_weights_take_the_one_that_is_trained(tmp_path, capsys):
+def test_of_two_places_that_fit_initial_weights_take_the_one_that_is_trained(tmp_path, capfd):
     average = torch.nn.Linear(4, 1).requires_grad_(False)
     model = torch.nn.ModuleDict({"average": average, "net": torch.nn.Linear(4, 1)})
     weights = {"weight": torch.full((1, 4), 0.25), "bias": torch.zeros(1)}
     load_initial(model, weights, tmp_path / "weights.pt")
     assert (model["net"].weight == 0.25).all() and not (average.weight == 0.25).any()
-    assert "new in the model: average.bias, average.weight" in capsys.readouterr().out
+    assert "new in the model: average.bias, average.weight" in capfd.readouterr().out
 
 
 OPTIONS = """
@@ -859,7 +859,7 @@ def test_a_status_file_of_another_host_is_one_warning(tmp_path):
     assert run.err[0].count("WARNING: cannot write") == 1 and "LOG_DIR" in run.err[0]
 
 
-def test_a_missing_package_is_named_before_the_start(tmp_path, capsys, monkeypatch):
+def test_a_missing_package_is_named_before_the_start(tmp_path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    message = refuse_here(capsys, tmp_path / "run", *EPOCHS, "--wandb", task=task_of("pass"))
+    message = refuse_here(capfd, tmp_path / "run", *EPOCHS, "--wandb", task=task_of("pass"))
     assert "--wandb" in message and "pip install" in message
