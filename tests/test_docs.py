@@ -39,7 +39,6 @@ import train_distributed
 PAGES = sorted(p for p in REPO.rglob("*.md") if "/." not in f"/{p.relative_to(REPO)}")
 # Commands of README.md that do not run here, and why.
 NOT_HERE = {
-    r"git clone": "downloads this repository",
     r"python3 -m venv|source .venv|pip install": "tests/run.sh has installed the requirements",
     r"--dataset mnist ": "downloads MNIST",
     r"squeue|tail -F|sacct|srun": "tests/cluster/test_guide.py runs them",
