@@ -19,7 +19,7 @@ Exit code: 0 equal; 1 different; 2 user error.
 
 Examples:
     python scripts/compare_runs.py runs/one runs/two
-    python scripts/compare_runs.py runs/one/checkpoint_epoch_1.pt runs/two/checkpoint_epoch_1.pt
+    python scripts/compare_runs.py runs/one/best.pt runs/two/best.pt
 """
 
 import json

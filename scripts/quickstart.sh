@@ -95,7 +95,7 @@ main() {
   "$VENV/bin/python" scripts/plot_metrics.py "$RUN_DIR"
   cat <<END
 
-Your model: $RUN_DIR/checkpoint_epoch_*.pt   Its metrics: $RUN_DIR/metrics.jsonl, metrics.png
+Your model: $RUN_DIR/best.pt   Its metrics: $RUN_DIR/metrics.jsonl, metrics.png
 Next:
   scripts/quickstart.sh --epochs 10              continue the same run
   source $VENV/bin/activate

@@ -301,7 +301,7 @@ def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(cl
     run(f"python -c '{save} torch.save(m.state_dict(), \"resnet18.pt\")'", clone)
     out = run(f"python my_train.py --checkpoint-dir runs/weights {options}", clone)
     assert "Finished at step 3 of 3" in out
-    checkpoint = train_distributed.load_checkpoint(clone / "runs/weights/checkpoint_epoch_1.pt")
+    checkpoint = train_distributed.load_checkpoint(clone / "runs/weights/checkpoint_step_3.pt")
     assert checkpoint["model"]["network.fc.weight"].shape == (2, 512)
     assert checkpoint["spec"]["classes"] == ["cat", "dog"]
 
