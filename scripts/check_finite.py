@@ -11,6 +11,7 @@ import gc
 import math
 import os
 import threading
+import weakref
 
 import torch
 from check_training import after, hook
@@ -26,7 +27,7 @@ class FiniteCheck:
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.steps = 0
+        self.steps = weakref.WeakKeyDictionary()  # {optimizer: calls of its step()}
         self.own = {}  # {parameter: size before the ranks average}, in the order of the backward
         self.kept = []  # (step, parameters, sizes [2, parameters]: own, averaged)
         self.has_found = False
@@ -46,7 +47,7 @@ class FiniteCheck:
 
     def on_step(self, optimizer, *_) -> None:
         """Any optimizer's step() begins."""
-        self.steps += 1
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         if not self.looks_at_steps:
             self.weights = optimizer.param_groups[-1]["params"][-1]
         if not self.looks_at_steps or self.has_found:
@@ -57,7 +58,7 @@ class FiniteCheck:
         if trained and not hasattr(optimizer, "found_inf"):  # which GradScaler looks at
             averaged = [size_of(each.grad) for each in trained]
             sizes = torch.stack([torch.stack(own), torch.stack(averaged)])
-            self.kept.append((self.steps, trained, sizes))
+            self.kept.append((self.steps[optimizer], trained, sizes))
         if len(self.kept) == STEPS:
             self.read()
 
