@@ -94,7 +94,7 @@ main() {
   # Not if the arguments, or Slurm and the launcher, say everything: a container may have no scontrol.
   [[ -n "${given[1]:-}" && -n "${given[2]:-}" && -n "${given[3]:-}" ]] ||
     [[ -n "${SLURM_STEP_NUM_NODES:-}" && -n "$MASTER_ADDR" ]] ||
-    read -r -a hosts < <(answer_of "$PYTHON" scripts/guard.py --hosts) || exit 2
+    read -r -a hosts < <(answer_of "$PYTHON" scripts/hosts.py --hosts) || exit 2
 
   # Each is the argument, else the launcher's variable, else that of the Slurm step, else from the list of hosts.
   local config="${given[0]:-configs/default_config.yaml}"
@@ -110,7 +110,7 @@ main() {
     export STORE_KEY="${STORE_KEY:-$(</proc/sys/kernel/random/uuid)}"
   fi
   # On one node, the port must be free here. On several, the launcher has chosen one.
-  [[ -n "$port" ]] || port="$(answer_of "$PYTHON" scripts/guard.py --free-port)" || exit
+  [[ -n "$port" ]] || port="$(answer_of "$PYTHON" scripts/hosts.py --free-port)" || exit
   [[ "$nodes $rank $port" =~ ^[1-9][0-9]*\ [0-9]+\ [0-9]+$ ]] ||
     fail "num_nodes '$nodes', node_rank '$rank' and master_port '$port' should be numbers"
   set_program "$config" "$@"

@@ -2,8 +2,6 @@
 """Run one rank of any PyTorch training script, and report why a launch fails or hangs.
 
     python scripts/guard.py SCRIPT [ARGUMENT ...]     like `python SCRIPT`; -m MODULE works too
-    python scripts/guard.py --free-port               print a free port on this host
-    python scripts/guard.py --hosts                   print the hosts of this job, rank 0's first
 
 The launchers put guard.py in front of the script, which needs no changes. guard.py
 - sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in an srun step,
@@ -60,13 +58,11 @@ import signal
 import socket
 import stat
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import types
-import zlib
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -76,6 +72,7 @@ import memory
 import node_check
 import slow_ranks
 from hang import HangWatch
+from hosts import free_port, hosts_of_job, port_of_job
 from processes import end_with_parent
 from report import (
     HOST,
@@ -104,11 +101,13 @@ OUT_OF_MEMORY = re.compile("OutOfMemory|out of memory|MemoryError|t allocate mem
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 MAX_RANKS = 1_000_000
+MPIRUN_REMEDY = "let it start one scripts/cluster_train.sh per node, with its arguments"
 OWN_MODULES = (
     "check_finite",
     "check_training",
     "explain",
     "hang",
+    "hosts",
     "memory",
     "node_check",
     "processes",
@@ -126,12 +125,7 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
         sys.exit(0 if arguments else 2)
-    if arguments == ["--hosts"]:
-        print(" ".join(hosts_of_job(os.environ)))
-    elif arguments == ["--free-port"]:
-        print(free_port(port_of_job(os.environ)))
-    else:
-        run_as_rank(arguments)
+    run_as_rank(arguments)
 
 
 def run_as_rank(arguments: list[str]) -> None:
@@ -256,21 +250,26 @@ def launch_environment(env) -> dict[str, int]:
         env["WORLD_SIZE"] = env.get("SLURM_STEP_NUM_TASKS", "")
         env["LOCAL_WORLD_SIZE"] = re.match(r"\d*", tasks_per_node)[0]
     elif not env.get("RANK") and not env.get("WORLD_SIZE"):
+        if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+            fail(f"mpirun has started this without RANK and WORLD_SIZE: {MPIRUN_REMEDY}")
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     size = whole_number("WORLD_SIZE", env.get("WORLD_SIZE", ""), 1, MAX_RANKS)
     rank = whole_number("RANK", env.get("RANK", ""), 0, size - 1)
     local_rank = whole_number("LOCAL_RANK", env.get("LOCAL_RANK") or "0", 0, size - 1)
     local_size = env.get("LOCAL_WORLD_SIZE") or str(local_rank + 1)
     local_size = whole_number("LOCAL_WORLD_SIZE", local_size, local_rank + 1, MAX_RANKS)
-    if not env.get("MASTER_ADDR"):
-        env["MASTER_ADDR"] = hosts_of_job(env)[0] if is_srun_step(env) else "localhost"
     if size == 1 and env.pop("TORCHELASTIC_USE_AGENT_STORE", None):
         env.pop("MASTER_PORT", None)  # torchrun's: ranks that the script starts make a store
-    if not env.get("MASTER_PORT"):
-        port = port_of_job(env)
-        if size == 1:  # several ranks must all derive the same port
-            port = free_port(port)
-        env["MASTER_PORT"] = str(port)
+    try:
+        if not env.get("MASTER_ADDR"):
+            env["MASTER_ADDR"] = hosts_of_job(env)[0] if is_srun_step(env) else "localhost"
+        if not env.get("MASTER_PORT"):
+            port = port_of_job(env)
+            if size == 1:  # several ranks must all derive the same port
+                port = free_port(port)
+            env["MASTER_PORT"] = str(port)
+    except ValueError as error:
+        fail(str(error))
     world = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
@@ -292,44 +291,6 @@ def is_srun_step(env) -> bool:
     is_numbered = re.fullmatch(r"\d{1,9}", env.get("SLURM_STEP_ID", ""))
     has_terminal = "SLURM_PTY_PORT" in env and os.isatty(0)
     return bool(is_numbered) and not has_terminal and "TORCHELASTIC_RUN_ID" not in env
-
-
-def hosts_of_job(env) -> list[str]:
-    """The job's hosts, rank 0's first. scontrol expands lists such as rack[01-02]-n[1-4]."""
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if nodes:
-        command = ["scontrol", "show", "hostnames", nodes]
-        try:
-            return subprocess.check_output(command, text=True).split()
-        except (OSError, subprocess.CalledProcessError) as error:
-            fail(f"`{' '.join(command)}` failed ({error}): set MASTER_ADDR")
-    with suppress(OSError, KeyError):
-        slots = Path(env["PBS_NODEFILE"]).read_text().split()  # a host once per slot
-        return list(dict.fromkeys(slots))
-    return ["localhost"]
-
-
-def port_of_job(env) -> int:
-    """A port that differs between jobs, their steps and their attempts.
-
-    It is below 32768, where Linux's range of ephemeral ports starts.
-    """
-    job = env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or os.urandom(8).hex()
-    part = env["SLURM_STEP_ID"] if is_srun_step(env) else f"attempt {env.get('ATTEMPT')}"
-    number = zlib.crc32(os.fsencode(f"{job} {part}"))
-    return 15000 + number % 15000
-
-
-def free_port(first: int) -> int:
-    """The first port from `first` on that is free on this host."""
-    for port in range(first, 32768):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
-                probe.bind(("", port))
-                return port
-        say(f"guard.py: port {port} is in use on {HOST}; trying the next one")
-    fail(f"no free port from {first} on")
 
 
 # -------------------------------------------------------------------------------- cores and GPUs

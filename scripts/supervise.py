@@ -827,7 +827,7 @@ def choose_master(env, command, nodes):
     """For srun: MASTER_ADDR and MASTER_PORT; the port is free, if this is the first node."""
     if not nodes or not is_srun(command):
         return
-    from guard import free_port, port_of_job  # an older Python cannot read that file
+    from hosts import free_port, port_of_job  # an older Python cannot read that file
 
     master = env.get("MASTER_ADDR") or nodes[0]
     port = env.get("MASTER_PORT") or port_of_job(env)

@@ -309,8 +309,6 @@ def test_each_step_and_each_job_gets_a_port_of_its_own():
     assert port() == port() and 15000 <= port() < 30000
     assert len({port(), port(SLURM_STEP_ID="3"), port(SLURM_JOB_ID="18")}) == 3
     assert port(MASTER_PORT="29400") == 29400
-    batch = {"SLURM_JOB_ID": "17"}
-    assert guard.port_of_job(batch) != guard.port_of_job(batch | {"ATTEMPT": "2"})
 
 
 @pytest.mark.parametrize(
@@ -349,39 +347,6 @@ def test_empty_launch_variables_are_unset():
     empty = dict.fromkeys(["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "SLURM_STEP_ID"], "")
     assert ranks(empty) == ALONE
     assert ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (3, 1, 8, 2)
-
-
-def test_the_hosts_of_a_job_come_from_slurm_or_pbs(tmp_path, monkeypatch):
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames rack[1-2]" ] && echo rack1 rack2')
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert guard.hosts_of_job({"SLURM_JOB_NODELIST": "rack[1-2]"}) == ["rack1", "rack2"]
-    slots = tmp_path / "nodes"
-    slots.write_text("b\nb\na\na\n")
-    assert guard.hosts_of_job({"PBS_NODEFILE": str(slots)}) == ["b", "a"]
-    assert guard.hosts_of_job({}) == ["localhost"]
-    command = [sys.executable, GUARD, "--hosts"]
-    env = {**os.environ, "PBS_NODEFILE": str(slots)}
-    assert subprocess.check_output(command, text=True, env=env) == "b a\n"
-
-
-def test_the_next_port_is_used_if_the_first_is_taken(capsys):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        first = guard.free_port(20000)
-        taken.close()
-    with socket.socket() as taken:
-        taken.bind(("", first))
-        taken.listen()
-        assert guard.free_port(first) > first
-    text = f"guard.py: port {first} is in use on {HOST}; trying the next one"
-    assert text in capsys.readouterr().err
-
-
-def test_a_free_port_is_printed_for_the_launchers():
-    command = [sys.executable, GUARD, "--free-port"]
-    assert 15000 <= int(subprocess.check_output(command)) < 32768
 
 
 # ----------------------------------------------------------------------------- ranks of a training

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import REPO, assert_same_state, copy_repository, train
-from hosts import HERE, PROBE, Cluster, why_not
+from machines import HERE, PROBE, Cluster, why_not
 
 skipped: list = []
 

@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent / "scripts")
 
 import plot_metrics  # noqa: E402
 from harness import REPO, is_rank  # noqa: E402
-from hosts import Cluster, Process  # noqa: E402
+from machines import Cluster, Process  # noqa: E402
 
 EPOCHS = 6
 OPTIONS = ["--reproducible", f"--epochs={EPOCHS}", "--global-batch-size=64", "--batch-size=16"]

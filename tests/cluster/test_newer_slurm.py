@@ -7,7 +7,7 @@ import os
 
 import pytest
 from conftest import newer_slurm
-from hosts import Cluster, Path, probed
+from machines import Cluster, Path, probed
 
 pytestmark = pytest.mark.long
 

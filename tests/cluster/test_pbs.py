@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from hosts import HERE, probed, wait_until
+from machines import HERE, probed, wait_until
 
 SCRIPT = "scripts/pbs/pbs_train.sh"
 

@@ -7,9 +7,9 @@ import shutil
 import sys
 import time
 
-import guard
+import hosts
 import pytest
-from hosts import probed, wait_until
+from machines import probed, wait_until
 
 LAUNCHERS = ["run_distributed.slurm", "slurm_train_multinode.sh"]
 TWO_BY_TWO = ["--nodes=2", "--gpus-per-node=2"]
@@ -165,8 +165,8 @@ def test_a_busy_port_is_skipped(cluster, repo, tmp_path, probe):
     code, text = cluster.on("login", "sbatch", "--parsable", "--wrap=true", cwd=tmp_path)
     assert code == 0, text
     cluster.end_of_job(text.strip())
-    next_job = {"SLURM_JOB_ID": str(int(text) + 1), "ATTEMPT": "1"}
-    port = guard.port_of_job(next_job)
+    number = int(text) + 1
+    port = hosts.port_of_job({"SLURM_JOB_ID": str(number), "ATTEMPT_ID": f"{number}.1"})
     listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(60)"
     listener = cluster.start("node01", sys.executable, "-c", listen)
     try:
@@ -175,7 +175,7 @@ def test_a_busy_port_is_skipped(cluster, repo, tmp_path, probe):
         listener.kill()
         listener.communicate()
     assert code == 0, text
-    assert f"guard.py: port {port} is in use on node01; trying the next one" in text
+    assert f"hosts.py: port {port} is in use on node01; trying the next" in text
     assert f"--master-port {port + 1} " in text
     assert [record["world_size"] for record in probed(text)] == [4] * 4
 

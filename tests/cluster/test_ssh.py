@@ -18,7 +18,7 @@ from harness import (
     train,
     write_program,
 )
-from hosts import Cluster, probed, wait_for_output, wait_until
+from machines import Cluster, probed, wait_for_output, wait_until
 
 CONFIG = "configs/default_config.yaml"
 AUTO = "scripts/ssh/launch_torchrun_auto.sh"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from disturbed import REPEATS, Training, disturb
 from harness import is_rank, parent_of
-from hosts import HERE
+from machines import HERE
 
 # What attempts.jsonl may say of the disturbed attempt. "finished": it did not matter.
 CAUSES = {

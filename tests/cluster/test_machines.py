@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
-from hosts import HERE
+from machines import HERE
 
 OWNER = """
 import sys, time
 sys.path.insert(0, {here!r})
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from hosts import Cluster
+from machines import Cluster
 cluster = Cluster(Path({directory!r}), 1, 1)
 cluster.start("node01", "sleep", "1000")
 print("up", flush=True)
