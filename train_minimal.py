@@ -1,13 +1,12 @@
 """Train on one GPU or many with PyTorch DDP, in one flat file to copy and change.
 
     python train_minimal.py
-    torchrun --standalone --nproc-per-node 4 train_minimal.py
+    torchrun --standalone --nproc-per-node 4 train_minimal.py --amp bf16
     TRAIN_SCRIPT=train_minimal.py sbatch --nodes=2 run_distributed.slurm --epochs 10
 
 Each step uses the same samples on any number of GPUs. To save and stop: Ctrl-C, SIGTERM, SIGUSR1 or
 SIGUSR2 to any rank, or a file $STOP_FILE. The same command resumes, also on another number of GPUs,
-without losing or repeating a sample; without dropout or random augmentation, the weights differ by
-rounding only. For mixed precision, best checkpoints and bit-identical weights: train_distributed.py
+with the same samples; without dropout or random augmentation, the weights differ by rounding only.
 """
 
 import argparse
@@ -15,6 +14,8 @@ import math
 import os
 import signal
 import time
+import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -25,9 +26,12 @@ from torch.utils.data import BatchSampler, DataLoader
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-DIGITS = Path(__file__).resolve().parent / "data" / "mnist_sample"
-STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
-EXCHANGE_EVERY = 10  # steps that take a few seconds together: a stop waits for the exchange
+
+# Yours: the data, the model and, below, the loss.
+def load_data(data_dir):
+    """(training set, test set): each has a length, and data_set[i] is a tuple of tensors."""
+    transform = Compose([ToTensor(), Normalize([0.1307], [0.3081])])
+    return [MNIST(data_dir, train=train, transform=transform) for train in (True, False)]
 
 
 class SimpleConvNet(nn.Module):
@@ -47,18 +51,6 @@ class SimpleConvNet(nn.Module):
         return self.fc2(x)
 
 
-def build_parser():
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # error() prints one line
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--checkpoint-dir", default="runs/minimal", help="of this run")
-    parser.add_argument("--data-dir", default=DIGITS, help="it has MNIST/raw")
-    parser.add_argument("--epochs", type=int, default=5, help="passes over the training set")
-    parser.add_argument("--global-batch-size", type=int, default=128, help="samples per step")
-    parser.add_argument("--lr", type=float, default=0.03, help="at the start; a cosine to 0")
-    parser.add_argument("--save-every", type=int, default=100, help="steps; 0: after epochs only")
-    return parser
-
-
 def setup_distributed():
     """Returns (rank, world_size, device). A rank is one process with one GPU."""
     rank = int(os.environ.get("RANK", 0))  # torchrun has set it, or scripts/guard.py under srun
@@ -74,27 +66,26 @@ def setup_distributed():
     return rank, world_size, device
 
 
-def samples_of_steps(step, samples, batch, rank, world_size):
-    """Yields the indices of this rank's samples for each step, from this one on, without an end."""
+def micro_batches_from(step, samples, args, rank, world_size):
+    """Yields the indices of this rank's micro-batches, from this step on, without an end."""
+    batch = args.global_batch_size
     steps_per_epoch = samples // batch  # what remains of an epoch is left out
+    epoch, first = divmod(step, steps_per_epoch)
     while True:
-        epoch, place = divmod(step, steps_per_epoch)
-        order = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
-        for begin in range(place * batch, steps_per_epoch * batch, batch):
-            yield order[begin : begin + batch][rank::world_size].tolist()
-            step += 1
+        generator = torch.Generator().manual_seed(1_000_000 * args.seed + epoch)
+        order = torch.randperm(samples, generator=generator)
+        for begin in range(first * batch, steps_per_epoch * batch, batch):
+            own = order[begin : begin + batch][rank::world_size]
+            for micro in range(args.accumulate):
+                yield own[micro :: args.accumulate].tolist()
+        epoch, first = epoch + 1, 0
 
 
-def get_dataloader(dataset, indices, device, seed):
+def get_dataloader(dataset, indices, args, device):
     """Iterates over (images [b, 1, 28, 28], labels [b]); indices yields those of each batch."""
-    random_numbers = torch.Generator().manual_seed(seed)  # of the workers
-    options = {"num_workers": 1, "pin_memory": device.type == "cuda", "generator": random_numbers}
-    loader = DataLoader(dataset, batch_sampler=indices, multiprocessing_context="fork", **options)
-    # Schedulers signal all processes of a job, but a rank needs its workers until it stops.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    batches = iter(loader)  # starts the workers
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    return batches
+    options = {"num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
+    options["worker_init_fn"] = lambda _: signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C
+    return DataLoader(dataset, batch_sampler=indices, **options)
 
 
 def save(path, state):
@@ -106,17 +97,24 @@ def save(path, state):
     os.replace(f"{path}.tmp", path)
 
 
+def is_damaged(path):
+    """Compares the file with the check sums in it, which torch.load() does not."""
+    try:
+        return zipfile.ZipFile(path).testzip() is not None
+    except Exception:  # of many types
+        return True
+
+
 @torch.no_grad()
-def evaluate(model, test_set, rank, world_size, device):
+def evaluate(model, test_set, args, rank, world_size, device):
     """Returns (mean loss, accuracy) over the test set, each sample once. Collective."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)  # such as BatchNorm's statistics, of which rank 0's are saved
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, correct
     indices = BatchSampler(range(rank, len(test_set), world_size), 256, drop_last=False)
-    for images, labels in get_dataloader(test_set, indices, device, seed=0):
-        images, labels = images.to(device), labels.to(device)
-        logits = model(images)
+    for images, labels in get_dataloader(test_set, indices, args, device):
+        logits, labels = model(images.to(device)), labels.to(device)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
     dist.all_reduce(sums)
@@ -125,28 +123,44 @@ def evaluate(model, test_set, rank, world_size, device):
 
 
 def main():
-    parser = build_parser()
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # error() prints one line
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    add = parser.add_argument
+    add("--checkpoint-dir", default="runs/minimal", help="of this run")
+    add("--data-dir", default=Path(__file__).with_name("data") / "mnist_sample", help="of MNIST")
+    add("--epochs", type=int, default=5, help="passes over the training set")
+    add("--global-batch-size", type=int, default=128, help="samples per step, of all GPUs")
+    add("--accumulate", type=int, default=1, help="forward passes per step: less memory")
+    add("--lr", type=float, default=0.03, help="peak; a cosine to 0 follows")
+    add("--warmup-steps", type=int, default=0, help="from 0 to the peak")
+    add("--clip-grad-norm", type=float, default=math.inf, help="largest norm of the gradient")
+    add("--amp", choices=["off", "bf16"], default="off", help="mixed precision")
+    add("--num-workers", type=int, default=1, help="processes of each rank that read data")
+    add("--seed", type=int, default=0, help="of the weights and the order of the samples")
+    add("--save-every", type=int, default=100, help="steps; 0: after epochs only")
+    add("--wandb", action="store_true", help="log to Weights & Biases")
     args = parser.parse_args()
+    torch.multiprocessing.set_start_method("fork", force=True)  # signals end a forkserver
     rank, world_size, device = setup_distributed()
-    transform = Compose([ToTensor(), Normalize([0.1307], [0.3081])])
+    torch.manual_seed(args.seed)  # all ranks begin with the same data and weights
     try:
-        train_set = MNIST(args.data_dir, train=True, transform=transform)
-        test_set = MNIST(args.data_dir, train=False, transform=transform)
+        train_set, test_set = load_data(args.data_dir)
     except (OSError, RuntimeError, ValueError) as error:
         parser.error(f"cannot read MNIST/raw in --data-dir {args.data_dir} ({error})")
     samples, batch = len(train_set), args.global_batch_size
-    if not world_size <= batch <= samples:
-        parser.error(f"--global-batch-size is not from {world_size} (ranks) to {samples} (samples)")
+    if not 0 < world_size * args.accumulate <= batch <= samples:
+        parser.error(f"--global-batch-size is not from ranks x --accumulate to {samples} (samples)")
     steps_per_epoch = samples // batch
     last_step = args.epochs * steps_per_epoch
-    torch.manual_seed(0)
     model = SimpleConvNet().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     path = Path(args.checkpoint_dir) / "checkpoint.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    setup = {"samples": samples, "global_batch_size": batch}  # what must not change in a run
+    setup = {"samples": samples, "global_batch_size": batch, "seed": args.seed}  # of the whole run
     step = 0
     if path.exists():
+        if is_damaged(path):
+            parser.error(f"{path} is damaged: delete it to begin anew")
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["setup"] != setup:
             parser.error(f"{path} has {state['setup']}, not {setup}: set another --checkpoint-dir")
@@ -157,74 +171,80 @@ def main():
     dist.all_gather_object(steps, step)
     if len(set(steps)) > 1:
         parser.error(f"the ranks see {path} at the steps {steps}: --checkpoint-dir is not shared")
-    if rank == 0:
-        print(f"{world_size} x {device.type}: from step {step} to {last_step}", flush=True)
+    run = None
+    if rank == 0 and args.wandb:
+        import wandb  # WANDB_MODE=offline needs no server
+
+        run = wandb.init(id=path.parent.name, resume="allow", config=vars(args))
+
+    def log(text, **values):
+        if rank == 0:
+            print(text, *[f"{name} {value:.5g}" for name, value in values.items()], flush=True)
+        if run:
+            run.log(values, step=step)
+
+    advice = "for a new run, set another --checkpoint-dir" if step else "a new run"
+    log(f"{world_size} x {device.type}: from step {step} to {last_step} of {path.parent}, {advice}")
     ddp = nn.parallel.DistributedDataParallel(model)
-    indices = samples_of_steps(step, samples, batch, rank, world_size)
-    batches = get_dataloader(train_set, indices, device, seed=step * world_size + rank)
+    torch.manual_seed(args.seed + step * world_size + rank)  # of the workers, for augmentation
+    indices = micro_batches_from(step, samples, args, rank, world_size)
+    batches = iter(get_dataloader(train_set, indices, args, device))
     signals = []  # that this rank has received; before this point they end it, and nothing is lost
-
-    def on_signal(number, _frame):
-        signals.append(number)
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends this process at once
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, on_signal)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _frame: signals.append(number))
 
     stop = False
-    sums = torch.zeros(4, device=device)  # since the last exchange: loss, correct, samples, stops
+    next_exchange = step + 1
     began = time.time()
+    sums = torch.zeros(5, device=device)  # since then: loss, correct, samples; stops, seconds
     while not stop:
         if step > 0 and step % steps_per_epoch == 0:  # a run that was stopped here evaluates now
-            loss, accuracy = evaluate(model, test_set, rank, world_size, device)
-            if rank == 0:
-                text = f"test loss {loss:.4f}, test accuracy {accuracy:.4f}"
-                print(f"epoch {step // steps_per_epoch}: {text}", flush=True)
+            loss, accuracy = evaluate(model, test_set, args, rank, world_size, device)
+            log(f"epoch {step // steps_per_epoch}:", test_loss=loss, test_accuracy=accuracy)
             began = time.time()
         if step >= last_step:
             break
+        warmup = min(1, (step + 1) / (args.warmup_steps + 1))
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * (1 + math.cos(math.pi * step / last_step)) / 2
-        torch.manual_seed(step * world_size + rank)  # for dropout: other masks at each step, rank
-        images, labels = next(batches)
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        logits = ddp(images)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        (loss * world_size / batch).backward()  # DDP averages over the ranks
+            group["lr"] = args.lr * warmup * (1 + math.cos(math.pi * step / last_step)) / 2
+        torch.manual_seed(args.seed + step * world_size + rank)  # other dropout at each step, rank
+        for micro in range(args.accumulate):
+            images, labels = [part.to(device, non_blocking=True) for part in next(batches)]
+            is_last = micro == args.accumulate - 1  # then DDP averages the gradients
+            with nullcontext() if is_last else ddp.no_sync():
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
+                    logits = ddp(images)
+                    # A sum, since the parts of a batch may be unequal: their means do not add up.
+                    loss = F.cross_entropy(logits, labels, reduction="sum")
+                (loss * world_size / batch).backward()
+            sums[0] += loss.detach()
+            sums[1] += (logits.argmax(1) == labels).sum()
+            sums[2] += len(labels)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        sums[0] += loss.detach()
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
         saves = step % steps_per_epoch == 0 or (args.save_every and step % args.save_every == 0)
-        if saves or step % EXCHANGE_EVERY == 0:
+        if saves or step >= next_exchange:
             sums[3] = bool(signals) or os.path.exists(os.environ.get("STOP_FILE", ""))
+            sums[4] = time.time() - began
             dist.all_reduce(sums)  # so that all ranks stop after the same step
-            loss, correct, count, stop = sums.tolist()
-            sums.zero_()
-            if not math.isfinite(loss + sum(p.sum().item() for p in model.parameters())):
-                parser.error(f"the loss or a weight is not finite at step {step}: lower --lr")
-            if rank == 0:
-                text = f"loss {loss / count:.4f}, accuracy {correct / count:.4f}"
-                speed = count / (time.time() - began)
-                print(f"step {step}: {text}, {speed:.0f} samples/s", flush=True)
+            loss, correct, count, stop, seconds = sums.tolist()
+            steps_per_second = count / batch / (seconds / world_size)
+            next_exchange = step + max(1, int(2 * steps_per_second))  # a stop waits two seconds
+            if not all(weight.isfinite().all() for weight in model.state_dict().values()):
+                parser.error(f"a weight is not finite at step {step}: lower --lr")
+            log(f"step {step}:", loss=loss / count, accuracy=correct / count, norm=norm.item())
             if rank == 0 and (saves or stop):
                 state = {"step": step, "setup": setup, "model": model.state_dict()}
                 save(path, state | {"optimizer": optimizer.state_dict()})
             began = time.time()
+            sums.zero_()
 
-    if rank == 0:
-        print(f"{'stopped' if stop else 'finished'} at step {step} of {last_step}, saved {path}")
+    log(f"{'stopped' if stop else 'finished'} at step {step} of {last_step}, saved {path}")
     dist.barrier()  # rank 0 has saved: a launcher may end all ranks when one has ended
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of the DataLoader: it would complain
-        for worker in torch.multiprocessing.active_children():
-            worker.kill()  # after an error, Python would send them SIGTERM, and wait forever
+    main()
