@@ -175,7 +175,7 @@ def is_alive(pid: int) -> bool:
             "--global-batch-size is not from ranks x --accumulate to 203",
         ),
         (1, ["--accumulate=11"], "--global-batch-size is not from ranks x --accumulate to 203"),
-        (1, ["--lr=1e40", "--save-every=1"], "a weight is not finite at step 1: lower"),
+        (1, ["--lr=1e30"], "a weight is not finite at step "),
         (1, ["--config=a.yaml"], "unrecognized arguments: --config=a.yaml"),
     ],
 )
