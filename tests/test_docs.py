@@ -65,7 +65,6 @@ COMMANDS = {
     r"^touch RUN_D|^cat RUN_D": "RUN_DIRECTORY is a placeholder; tests/faults/test_stop.py",
     r"--evaluate runs/one": "tests/test_use_the_model.py",
     r"TRAIN_SCRIPT=(docs|\"-m|examples/muon).* scripts/ssh": "tests/test_recipes.py",
-    r"--windows 24000": "takes minutes; tests/test_examples.py checks what the options do",
     r"(huggingface_trainer|lightning_module).py sbatch": "tests/cluster/test_programs.py",
     r"(timm_images|hydra_app|own_spawn|muon|test_sync).* sbatch": "another script, as these two",
     r"train_minimal.py|runs/listed|runs/replay|--reproducible --epochs 1": "here",
