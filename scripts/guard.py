@@ -32,6 +32,8 @@ Environment:
                   collectives; 0: slow ranks are not named                  [60]
     CHECK_FINITE  1: name the first step in which a gradient is not finite, its rank
                   and its layer                                             []
+    CHECK_RESUME  the directory of notes by which a later attempt knows whether it goes on where
+                  this one stopped, from supervise.py; 0 and unset: no notes []
     CHECK_TRAINING  0: not whether the ranks train one model together         [1]
     STORE_KEY     a secret of the job's ranks: other users cannot guess which keys of the
                   store guard.py reads        [random, from supervise.py and launch.py]
@@ -104,6 +106,8 @@ MAX_RANKS = 1_000_000
 MPIRUN_REMEDY = "let it start one scripts/cluster_train.sh per node, with its arguments"
 OWN_MODULES = (
     "check_finite",
+    "check_resume",
+    "check_resume_notes",
     "check_training",
     "explain",
     "hang",
@@ -151,6 +155,8 @@ def run_as_rank(arguments: list[str]) -> None:
         import check_finite  # imports PyTorch
 
         finite = check_finite.FiniteCheck(world["RANK"])
+    if is_guarded and os.environ.get("CHECK_RESUME", "0") != "0":
+        note_steps()
     own_pid = os.getpid()
     oom_kills = memory.oom_kills()
     error = None
@@ -192,6 +198,14 @@ def start_watch(world: dict[str, int], arguments: list[str]) -> HangWatch:
     slow_ranks.start(watch)
     check_training.start(watch)
     return watch
+
+
+def note_steps() -> None:
+    """To find out whether a later attempt goes on where this one stops."""
+    with suppress(ImportError):  # a script without PyTorch
+        import check_resume_notes
+
+        check_resume_notes.start()
 
 
 def print_traceback(error: BaseException) -> None:

@@ -20,8 +20,8 @@ and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of scri
 its ranks print their stacks.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
-exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE and EVENTS_FILE (see
-scripts/guard.py).
+exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE, EVENTS_FILE and
+CHECK_RESUME (see scripts/guard.py).
 The training may report, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped,
 failed), reason, start_step, global_step, saved_step, world_size. An attempt makes progress if it
 has saved a step; without a status, if a file that matches PROGRESS_FILE was written; without that,
@@ -367,6 +367,8 @@ class Supervisor:
             run_on_event({**attempt, "run_dir": self.run_dir, "next": decision})
             if decision not in AGAIN:
                 break
+        if decision != "requeue":
+            shutil.rmtree(self.directory / "check_resume", ignore_errors=True)
         with suppress(OSError):
             self.directory.rmdir()  # unless it holds the attempt log
         return self.exit_code(decision, attempt["cause"])
@@ -609,6 +611,7 @@ class Supervisor:
         env["STORE_KEY"] = os.urandom(8).hex()  # see scripts/guard.py
         for name in FILES:
             env[name] = str(self.files / name)
+        env.setdefault("CHECK_RESUME", str(self.directory / "check_resume"))
         if self.deadline < float("inf"):
             env["DEADLINE"] = str(self.deadline)
         if self.count > 1:
