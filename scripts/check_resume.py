@@ -95,7 +95,7 @@ class Rehearsal(Recorder):
 
 def protect_files(place: Path) -> None:
     """End this rank before it changes a file elsewhere: the run may be that of real checkpoints."""
-    caches = [path for name, path in os.environ.items() if path and "CACHE" in name]
+    caches = [path for name, path in os.environ.items() if path and "_CACHE" in name]
     elsewhere = (f"{place}/", "/dev/", "/proc/", f"{Path.home()}/.", *caches)
 
     def check(path, allowed) -> None:
