@@ -145,6 +145,8 @@ def main() -> int:
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
+    if not shutil.which(args.command[0]):
+        give_up(f"there is no program {args.command[0]!r}")
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     place = Path(tempfile.mkdtemp(prefix="check_resume_")).resolve()
