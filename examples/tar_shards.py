@@ -77,6 +77,8 @@ class TarShards(Dataset):
 
     def __init__(self, shards: list[Path]):
         self.samples = [sample for shard in shards for sample in samples_in(shard)]
+        if not self.samples:
+            raise UserError("a data set has no samples: is --data-dir right?")
         self.files: dict = {}
 
     def __len__(self) -> int:
