@@ -49,10 +49,8 @@ def test_a_slurm_step_trains_in_spite_of_stale_variables(tmp_path, tiny):
     command = [PLAIN[1], f"--checkpoint-dir={tmp_path}/run", *tiny, "--stop-at-step=2"]
     run = run_ranks(3, *command, "--global-batch-size=32", env=env, directory=tmp_path / "run")
     assert run.codes == [0, 0, 0], run.err
-    first, second, third, *_ = run.out[0].splitlines()
-    assert first == "Starting distributed training on 3 x cpu (3 per node)"
-    assert second.startswith(f"Master node: {os.uname().nodename}; PyTorch 2.")
-    assert third == "Global batch 32 = 4 x 8; 6.344 steps per epoch"
+    assert run.out[0].startswith("Starting distributed training on 3 x cpu (3 per node)\n")
+    assert run.status()["world_size"] == 3
     others = [line for out in run.out[1:] for line in out.splitlines()]
     assert not [line for line in others if not line.startswith("[Gloo]")]  # that is torch < 2.11
     assert run.err == [""] * 3
@@ -83,6 +81,7 @@ def four_gpus(monkeypatch) -> list:
         "torch.distributed.init_process_group",
         lambda backend, timeout, device_id: calls.append((backend, device_id)),
     )
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 5)
     for name, value in (RANK_OF_TORCHRUN | MASTER).items():
         monkeypatch.setenv(name, value)
     return calls
@@ -134,7 +133,7 @@ def test_a_copy_of_the_trainer_alone_trains_without_torchvision(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "checkpoints" / "checkpoint_epoch_1.pt").exists()
+    assert (tmp_path / "checkpoints" / "checkpoint_step_4.pt").exists()
     metrics = (tmp_path / "checkpoints" / "metrics.jsonl").read_text()
     assert "evaluation" not in metrics  # there is no test set
 
