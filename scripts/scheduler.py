@@ -5,9 +5,10 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-PROBES = 32  # nodes that are asked at the same time
+from hosts import expand
+
 REFUSED = re.compile("disabled|denied|invalid", re.I)  # an error of scontrol that would repeat
 
 
@@ -22,7 +23,7 @@ def end_of_job():
     """The end of the job's time in seconds since 1970; None if the scheduler does not say."""
     try:
         if slurm_id():
-            return time.mktime(time.strptime(slurm_job()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
+            return seconds_of(slurm_job()["EndTime"])
         if os.environ.get("PBS_JOBID"):
             facts = pbs_job()
             start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
@@ -47,23 +48,32 @@ def output_of(*command):
     return result.stdout.decode(errors="replace")
 
 
-def nodes_of_job():
-    """The nodes of this Slurm job; [] outside Slurm."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        return []
-    text = output_of("scontrol", "show", "hostnames", nodes) or ""
-    return text.split()
+def seconds_of(text):
+    """A time of Slurm's in seconds since 1970."""
+    return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
 
 
-def nodes_without(program, nodes):
-    """Those of these nodes of the job where srun cannot start the program."""
-    probe = ["srun", "--overlap", "--nodes=1", "--ntasks=1"]
-    test = ["sh", "-c", 'command -v "$0"', program]
-    commands = [[*probe, f"--nodelist={node}", *test] for node in nodes]
-    with ThreadPoolExecutor(PROBES) as pool:
-        answers = pool.map(lambda command: output_of(*command), commands)
-    return [node for node, answer in zip(nodes, answers) if answer is None]
+def lost_nodes(program, nodes):
+    """Those of these nodes of the job that are down, or where srun cannot start the program.
+
+    One question for all. No answer in time says nothing about a node.
+    """
+    every = ",".join(nodes)
+    states = output_of("sinfo", "--noheader", "--Node", f"--nodes={every}", "--format=%N %t") or ""
+    lost = [node for node in nodes if f"{node} down" in states]
+    rest = [node for node in nodes if node not in lost]
+    where = [f"--nodes={len(rest)}", f"--nodelist={','.join(rest)}", "--ntasks-per-node=1"]
+    test = ["sh", "-c", 'command -v "$0" >/dev/null && echo "$SLURMD_NODENAME"', program]
+    try:
+        result = subprocess.run(
+            ["srun", "--overlap", *where, *test], stdout=subprocess.PIPE, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return lost
+    answers = result.stdout.decode(errors="replace").split()
+    if result.returncode and answers:
+        lost += [node for node in rest if node not in answers]
+    return lost if len(lost) < len(nodes) else []
 
 
 def slurm_id():
@@ -84,31 +94,46 @@ def slurm_job():
     return dict(re.findall(r"(\w+)=(\S*)", text))
 
 
-def is_preempted():
-    """Whether Slurm is ending this job."""
+def ended_by():
+    """Who is ending this Slurm job: "preempted", "scancel", or "" for nobody."""
     facts = slurm_job()
-    is_running = facts.get("JobState", "RUNNING") == "RUNNING"
-    return not is_running or facts.get("PreemptTime", "None") != "None"
+    state = facts.get("JobState", "RUNNING")
+    if state == "CANCELLED":
+        return "scancel"
+    is_preempted = state != "RUNNING" or facts.get("PreemptTime", "None") != "None"
+    return "preempted" if is_preempted else ""
 
 
-def submit_without(nodes):
-    return f"submit the same command again, with --exclude={','.join(nodes)}"
+def submit_time():
+    """When the user submitted this job, in seconds since 1970; None outside Slurm and PBS."""
+    with suppress(KeyError, ValueError):
+        if slurm_id():
+            return seconds_of(slurm_job()["SubmitTime"])
+        return time.mktime(time.strptime(pbs_job()["qtime"]))
+    return None
 
 
-def exclude(job, nodes):
-    """Ask Slurm to start this job, which is being requeued, on other nodes than these."""
-    earlier = slurm_job().get("ExcNodeList", "(null)")
-    names = nodes if earlier == "(null)" else [earlier, *nodes]
+def exclude(job, left_out, used):
+    """Ask Slurm to start this job, which is being requeued, on other nodes than these.
+
+    used: nodes of the job; those that are not left out any more may be used again.
+    """
+    given = slurm_job().get("ExcNodeList", "(null)")
+    earlier = expand(given.replace("(null)", ""))
+    names = [node for node in earlier if node not in used] + left_out
+    if set(names) == set(earlier):
+        return
     command = ["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}"]
     for _ in range(5):  # until Slurm has processed the requeue
         if output_of(*command) is not None:
             return
         time.sleep(0.5)
-    log(f"Slurm does not exclude {', '.join(nodes)}: scancel {job}; {submit_without(nodes)}")
+    remedy = f"scancel {job}; submit the same command again, with --exclude={','.join(names)}"
+    log(f"Slurm does not exclude {', '.join(left_out)}: {remedy}")
 
 
-def requeue(left_out=()):
-    """Requeue this Slurm job, without these nodes.
+def requeue(left_out, used):
+    """Requeue this Slurm job, without the nodes of the first list.
 
     Returns "requeued", "refused", "ended" if the job is over, "failed", or "no answer".
     """
@@ -130,8 +155,7 @@ def requeue(left_out=()):
         if REFUSED.search(text) or isinstance(error, OSError):
             return "refused"
         return "failed" if facts else "no answer"
-    if left_out:
-        exclude(job, left_out)
+    exclude(job, left_out, used)
     return "requeued"
 
 

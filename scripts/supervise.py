@@ -6,22 +6,22 @@ Usage: scripts/supervise.py COMMAND [ARGUMENT ...]
 COMMAND is any launch command of this repository. The Slurm and PBS scripts call supervise.py
 themselves. It needs only Python 3.8.
 
-How an attempt ended decides what follows: see the table in docs/RELIABILITY.md.
-    restart  runs the same command again, after 10 s; if no progress follows, after 30, 90 and
-             300 s; MAX_RESTARTS times at most
-    spare    the same, but a spare node takes the place of the suspect host. A host is suspect from
-             the second time on, and at once if its driver reports a failed GPU
-    requeue  lets Slurm start the job again, without a suspect host; tried again until Slurm answers
-    stop     prints how to resume
+How an attempt ended decides what follows: see the table in docs/RELIABILITY.md, which policy.py
+prints.
+    restart    runs the same command again, after 10 s; if no progress follows, after 30, 90 and
+               300 s; with MAX_RESTARTS at most so often in a row without progress
+    leave out  the same without the suspect hosts. Spare nodes take their place, or fewer go on
+    requeue    lets Slurm start the job again, without a suspect host; tried until Slurm answers
+    stop       prints how to resume
 
-Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time or MAX_DURATION stop the
-training: each rank gets STOP_SIGNAL, and the file STOP_FILE is made. It has STOP_SECONDS to save
-and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of scripts/, SIGQUIT makes
-its ranks print their stacks.
+Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time, DEADLINE or MAX_DURATION stop
+the training: each rank gets STOP_SIGNAL, and the file STOP_FILE is made. It has STOP_SECONDS to
+save and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of scripts/, SIGQUIT
+makes its ranks print their stacks.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
-exit), DEADLINE (seconds since 1970), ATTEMPT_ID (JOB.NUMBER), FAILURE_FILE, EVENTS_FILE and
-CHECK_RESUME (see scripts/guard.py).
+exit), DEADLINE (seconds since 1970: the first of these limits), ATTEMPT_ID (JOB.NUMBER),
+FAILURE_FILE, EVENTS_FILE and CHECK_RESUME (see scripts/guard.py).
 The training may report, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped,
 failed), reason, start_step, global_step, saved_step, world_size. An attempt makes progress if it
 has saved a step; without a status, if a file that matches PROGRESS_FILE was written; without that,
@@ -29,33 +29,33 @@ if it ran for ten minutes.
 
 The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
 start_step, end_step, saved_step, recomputed, hosts, world_size, progress (step, file, time or ""),
-cause, reason, code (the commit), events (those of EVENTS_FILE, such as a slow rank).
+cause, reason, next (the action that followed), code (the commit), events (those of EVENTS_FILE,
+such as a slow rank), and what policy.py has decided from (its Attempt).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
-hang, NaN, weights differ, disk, configuration, port, in use, exception.
+hang, NaN, weights differ, disk, configuration, port, exception.
 ON_EVENT, a shell command, is run after each attempt, once it is known what follows. It finds the
-line of the attempt log on its standard input and, without events and with a short reason, in the
-variable EVENT, with two more fields: run_dir and next, which is finish, stop, requeue, restart,
-spare, or why supervise.py gives up. It may take 10 s. The training does not see ON_EVENT.
+line of the attempt log on its standard input, with run_dir. It may take 10 s. The training does not
+see ON_EVENT.
 With NNODES, the other nodes of the job are spares. Under ssh and PBS, launch.py finds the hosts to
-leave out in EXCLUDED_NODES, and writes all its hosts to NODES_FILE, one per line.
+leave out in EXCLUDED_NODES, and writes to NODES_FILE, as JSON, the hosts given and those used.
 Exit code: 0 finished or requeued; STOPPED_EXIT_CODE stopped before the end (1 if it is 0 and Slurm
-has refused the requeue); 1 gave up; 2 user error.
+has refused the requeue); 1 gave up, or did not stop in time; 2 user error.
 
 Environment:
-    MAX_RESTARTS       restarts after crashes within this job                    [10]
+    MAX_RESTARTS       restarts in a row without progress; 0: none at all        [10]
     MAX_DURATION       seconds after which the training is asked to stop         []
+    DEADLINE           when it is, in seconds since 1970                         []
     RESTART_PAUSE      seconds before the first restart                          [10]
     STOP_SIGNAL        the signal that ranks get: TERM, USR1 or USR2             [TERM]
     STOP_SECONDS       seconds the training may take to stop before it is killed [300]
-    RESERVE_SECONDS    it is asked to stop so long before the end of the time
+    RESERVE_SECONDS    it is asked to stop so long before a limit
                        [120, or a tenth of the time if this is less]
     PROGRESS_FILE      a path or pattern, such as 'runs/a/*.pt', for scripts without a status []
     STOPPED_EXIT_CODE  for your own scheduler or supervisor, for example 75, EX_TEMPFAIL of
                        sysexits.h: "try again later"                             [0]
     LOG_DIR            a directory that all nodes see                            [logs]
-    NNODES             nodes to train on; the other nodes of the job are spares  [all]
-    EXCLUDED_NODES     nodes to leave out, separated by commas                   []
     ON_EVENT           a shell command to run after each attempt, for example to send a mail []
+    NNODES, EXCLUDED_NODES    see scripts/hosts.py
 
 Examples:
     scripts/supervise.py scripts/ssh/launch_singlenode.sh configs/default_config.yaml 4
@@ -70,15 +70,16 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
+from hosts import HOST, choose_hosts, choose_master, expand, fewest_and_most, name_among
+from policy import AGAIN, END, Attempt, Limits, Report, decide, stops
 from processes import (
     descendants,
     end_with_parent,
@@ -90,44 +91,37 @@ from processes import (
 )
 from scheduler import (
     end_of_job,
-    is_preempted,
+    ended_by,
     log,
-    nodes_of_job,
-    nodes_without,
+    lost_nodes,
     output_of,
     requeue,
     slurm_id,
+    submit_time,
 )
 
-PAUSES = (1, 3, 9, 30)  # times RESTART_PAUSE: before restarts in a row without progress
-MAX_STARTS = 3  # of the job, in a row without progress
-UNPROVEN_STARTS = 10  # in a row, of a script without a status and PROGRESS_FILE
-PROGRESS_SECONDS = 600  # such a script made progress if it ran this long
-USER_ERRORS = ("configuration", "NaN", "in use")
+PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
+OF_NO_HOST = ("hang", "node lost", "port", "NaN", "in use")  # without the name of one at fault
+USER_ERRORS = ("configuration", "NaN")
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
-ON_TIME = {"time limit", "SIGUSR1", "SIGUSR2", "SIGTERM"}  # after these, the job is requeued
 
-SSH_FAILED = 255  # exit code of ssh and of launch.py
-SIGKILLED = (-9, 137)  # exit code of a process that was killed, and of a shell whose child was
-STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 # Variables with the names of files, by which supervise.py and the training communicate.
 FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE NODES_FILE".split()
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
-AGAIN = ("restart", "spare")
 REQUEUE_SECONDS = 10  # from one try to requeue to the next
 MAX_FAILED = 30  # tries that slurmctld answers with another error than a refusal
-STRIKES = 2  # pieces of evidence against a host that make it suspect
-EVENT_CHARACTERS = 1000  # of the reason in the variable EVENT; Linux allows 131,071 bytes
-ASK_SECONDS = 60  # from one question for the end of the job to the next
+ASK_SECONDS = 60  # from one question for the end of the job, or for a status, to the next
+LEFT_SECONDS = 2  # for what a COMMAND that has succeeded leaves running
 NUMBERS = {  # environment variables, and their defaults
     "MAX_RESTARTS": 10,
     "MAX_DURATION": float("inf"),
+    "DEADLINE": float("inf"),
     "RESTART_PAUSE": 10.0,
     "STOP_SECONDS": 300.0,
-    "RESERVE_SECONDS": 0.0,  # see time_left()
+    "RESERVE_SECONDS": 0.0,  # see StopRequests.reserve()
     "STOPPED_EXIT_CODE": 0,
-    "NNODES": 0,  # all
     "SLURM_RESTART_COUNT": 0,
     "SLURM_JOB_END_TIME": float("inf"),
 }
@@ -147,45 +141,6 @@ OF_THE_JOB = re.compile(
     r"SLURM_([CG]PU_BIND.*|GPUS|HINT|NO_KILL|NTASKS|NPROCS|TRES_BIND"
     r"|([CG]PUS|MEM|NTASKS|THREADS|TRES)_PER_\w+)"
 )
-HOST = socket.gethostname()
-
-
-class Row(NamedTuple):
-    """How an attempt ended, and what follows: the first action that is possible."""
-
-    evidence: str
-    first: str
-    then: tuple = ()  # tried in this order; once a host is suspect, without `first`
-    gives_up: str = ""
-
-
-TABLE = {  # the same as in docs/RELIABILITY.md
-    "success": Row("exit code 0; the status is `finished`, or there is none", "finish"),
-    "a stop by you": Row("Ctrl-C, SIGHUP, a file STOP, `--stop-at-step`", "stop"),
-    "a stop by the scheduler": Row(
-        "SIGTERM, SIGUSR1, SIGUSR2 or the end of the time; then exit code 0, or a failure",
-        "requeue",
-        ("stop",),
-        "after 3 starts of the job in a row without progress",
-    ),
-    "a user error": Row(
-        "exit code 2 on the first host or on several; NaN; a run directory in use", "give up"
-    ),
-    "a bad node": Row(
-        "a node did not start, or a rank on it never came; one node alone has no mount, Python or "
-        "package, or does not answer in a hang; its driver reports a failed GPU",
-        "restart",
-        ("spare", "requeue", "restart"),
-        "after 5 attempts in a row without progress, and 3 starts of the job",
-    ),
-    "a crash": Row(
-        "any other failure or hang, or exit code 0 with the status `running` or `failed`. The host "
-        "of the first rank to fail may be bad",
-        "restart",
-        ("spare", "restart", "requeue"),
-        "after 5 attempts in a row without progress, and 3 starts of the job",
-    ),
-}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -203,22 +158,22 @@ def main():
     try:
         for name in NUMBERS:
             number(name)
+        if not shutil.which(command[0]):
+            raise ValueError(f"cannot start {command[0]}: there is no such program")
+        supervisor = Supervisor(command)
     except ValueError as error:
-        log(f"error: {error}: correct or unset it")
+        log(f"error: {error}")
         return 2
     if is_srun(command):
         for name in list(os.environ):
             if OF_THE_JOB.fullmatch(name):
                 del os.environ[name]
-    if not shutil.which(command[0]):
-        log(f"error: cannot start {command[0]}: there is no such program")
-        return 2
     if never_restarts():
-        choose_master(os.environ, command, nodes_of_job())
+        supervisor.set_master(os.environ)
         os.environ.pop("ON_EVENT", None)
         os.execvp(command[0], command)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    return Supervisor(command).keep_alive()
+    return supervisor.keep_alive()
 
 
 def number(name):
@@ -235,7 +190,7 @@ def number(name):
     except ValueError:
         value = -1
     if not value >= 0:  # nan is not, either
-        raise ValueError(f"{name} is {text!r}, not a number from 0 on")
+        raise ValueError(f"{name} is {text!r}, not a number from 0 on: correct or unset it")
     return value
 
 
@@ -256,16 +211,14 @@ def last_change():
 
 
 def run_on_event(record):
-    """Run ON_EVENT, which finds this as JSON on its standard input and in the variable EVENT."""
+    """Run ON_EVENT, which finds this as JSON on its standard input."""
     if not os.environ.get("ON_EVENT"):
         return
-    text = json.dumps(record)
-    short = json.dumps({**record, "reason": record["reason"][:EVENT_CHARACTERS], "events": []})
     command = ["sh", "-c", 'eval "$ON_EVENT"']  # `ps` shows no secret in it
-    options = {"input": text.encode(), "env": {**os.environ, "EVENT": short}}
+    text = json.dumps(record).encode()
     try:
         result = subprocess.run(
-            command, timeout=ON_EVENT_SECONDS, preexec_fn=ignore_stops, **options
+            command, input=text, timeout=ON_EVENT_SECONDS, preexec_fn=ignore_stops
         )
         problem = f"exit code {result.returncode}" if result.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -277,290 +230,208 @@ def run_on_event(record):
 
 def ignore_stops():
     """A job that is being requeued gets SIGTERM."""
-    for name in STOPS:
+    for name in SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+# ---------------------------------------------------------------------------- requests to stop
+
+
+class StopRequests:
+    """All of them, whoever made them, and the limits of time. policy.stops() knows which count."""
+
+    def __init__(self):
+        self.made = {}  # {a signal, STOP, DEADLINE, MAX_DURATION, END, ...: when}
+        self.obeyed_at = None  # when the training was asked to stop
+        self.pressed_again = False  # Ctrl-C
+        self.began = time.time()
+        for name in SIGNALS:  # before Slurm is asked, which may take a minute
+            under_nohup = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            if not under_nohup:
+                signal.signal(getattr(signal, name), self.on_signal)
+        self.ends = {  # the limits, in seconds since 1970
+            END: end_of_job() or number("SLURM_JOB_END_TIME"),
+            "DEADLINE": number("DEADLINE"),
+            "MAX_DURATION": self.began + number("MAX_DURATION"),
+        }
+
+    def on_signal(self, number, _frame):
+        now = time.time()
+        if number == signal.SIGINT and self.obeyed_at:  # within a second, it is the same one
+            self.pressed_again = now > self.obeyed_at + 1
+        self.made.setdefault(signal.Signals(number).name, now)
+
+    def ask_again(self):
+        """The end may be changed, and suspended jobs end later. In a thread: Slurm may be slow."""
+        while True:
+            time.sleep(ASK_SECONDS)
+            self.ends[END] = end_of_job() or self.ends[END]
+
+    def reserve(self, limit):
+        """The seconds before a limit that are kept for a save."""
+        usual = min(120, (self.ends[limit] - self.began) / 10)
+        return number("RESERVE_SECONDS") or usual
+
+    def seconds_left(self):
+        """{limit: seconds until it is time to save}"""
+        now = time.time()
+        return {limit: end - self.reserve(limit) - now for limit, end in self.ends.items()}
+
+    def look(self, run_dir=None):
+        """Add the limits that are reached, and a file STOP in the run directory."""
+        for limit, seconds in self.seconds_left().items():
+            if seconds <= 0:
+                self.made.setdefault(limit, time.time())
+        with suppress(OSError):
+            self.made["STOP"] = os.stat(f"{run_dir}/STOP").st_mtime
+
+    def kill_time(self):
+        """When a training that was asked to stop is killed: in time for a requeue."""
+        reserve = self.reserve(END)
+        seconds = number("STOP_SECONDS")
+        if END in self.made:
+            seconds = max(seconds, reserve)
+        end = self.ends[END] - min(30, reserve / 4)  # later, Slurm would not requeue the job
+        limit = self.obeyed_at + seconds
+        return min(limit, end) if end > self.obeyed_at else limit
 
 
 # ---------------------------------------------------------------------------------- supervision
 
 
 class Supervisor:
-    """Runs COMMAND as often as needed."""
+    """Runs COMMAND as often as policy.py says."""
 
     def __init__(self, command):
         self.command = command
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         self.job = job or f"{HOST}-{os.getpid()}"
+        self.restarts = number("SLURM_RESTART_COUNT")
         logs = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs")  # all nodes see it
         self.directory = (logs / f"supervise_{self.job}").resolve()
         self.files = None  # the directory of FILES, in the current attempt
         self.run_dir = None  # reported by the training
-
-        # the time, and requests to stop
-        self.signals = []  # names of those received
-        self.stopping_since = None
-        self.pressed_again = False  # Ctrl-C
-        self.killed = False  # by us, because it did not stop
-        self.warning = ""  # the last one of watch()
         self.child = None  # the process of COMMAND
-        for name in STOPS:  # before Slurm is asked, which may take a minute
-            under_nohup = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            if not under_nohup:
-                signal.signal(getattr(signal, name), self.on_signal)
+        self.requests = StopRequests()
+        self.submitted = submit_time() or self.requests.began
+        self.earlier = []  # attempts of this process
         signal.signal(signal.SIGQUIT, self.forward)
-        self.began = time.time()
-        self.asked_at = 0  # when Slurm or PBS was asked for the end of the job
-        self.end_of_job = number("SLURM_JOB_END_TIME")
-        self.time_left()
 
-        # attempts of this process
-        self.count = 0
-        self.crashes = 0  # in a row without progress
-        self.refused = False  # Slurm has refused a requeue
-
-        # nodes
-        self.wanted = number("NNODES")
-        self.job_nodes = nodes_of_job()
-        self.left_out = os.environ.get("EXCLUDED_NODES", "").replace(",", " ").split()
-        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)  # of an attempt
-        self.strikes = []  # hosts, one for each piece of evidence
-
-    def on_signal(self, number, _frame):
-        if number == signal.SIGINT and self.stopping_since:  # within a second, it is the same one
-            self.pressed_again = time.time() > self.stopping_since + 1
-        self.signals.append(signal.Signals(number).name)
+        self.job_nodes = expand(os.environ.get("SLURM_JOB_NODELIST", ""))
+        self.given = self.job_nodes  # all hosts that may be used
+        self.excluded = expand(os.environ.get("EXCLUDED_NODES", ""))
+        self.leave_out(())
 
     def forward(self, number, _frame):
         """A request for stacks, which would end other programs than our launchers."""
         if self.child and is_ours(self.command):
             self.child.send_signal(number)
 
-    def time_left(self):
-        """Seconds until the training should be asked to stop. Sets end_of_job and reserve."""
-        now = time.time()
-        if now > self.asked_at + ASK_SECONDS:  # the end may be changed; suspended jobs end later
-            self.asked_at = now
-            self.end_of_job = end_of_job() or self.end_of_job
-        self.deadline = min(self.end_of_job, self.began + number("MAX_DURATION"))
-        usual = min(120, (self.deadline - self.began) / 10)
-        self.reserve = number("RESERVE_SECONDS") or usual
-        return self.deadline - self.reserve - now
+    def leave_out(self, suspects):
+        """Choose the nodes of the next attempt. ValueError if too few are left."""
+        os.environ["EXCLUDED_NODES"] = ",".join([*self.excluded, *suspects])
+        self.nodes = choose_hosts(self.job_nodes, os.environ) if self.job_nodes else []
 
-    def asked(self):
-        """Who has asked the training to stop: names of signals, or the time limit; [] if nobody."""
-        if self.signals or self.stopping_since or self.time_left() < 0:
-            return self.signals or ["time limit"]
-        return []
+    def set_master(self, env):
+        """For srun, whose tasks have not agreed on it: MASTER_ADDR and MASTER_PORT."""
+        if self.nodes and is_srun(self.command):
+            env["MASTER_ADDR"], env["MASTER_PORT"] = choose_master(env, self.nodes)
 
     def keep_alive(self):
         """Run attempts until the training ends. Returns the exit code."""
+        in_background(self.requests.ask_again)
         while True:
-            attempt = self.attempt()
-            if attempt["cause"] != "in use":  # otherwise the attempt log is another job's
-                self.record(attempt)
-            self.crashes = 0 if attempt["progress"] else self.crashes + 1
-            decision = self.decide(attempt)
-            self.report(attempt, decision)
-            if decision in AGAIN and self.is_stopped_in_pause():
-                decision = self.decide(attempt)
-                self.report(attempt, decision)
-            run_on_event({**attempt, "run_dir": self.run_dir, "next": decision})
-            if decision not in AGAIN:
+            self.requests.obeyed_at = None
+            attempt, facts = self.attempt()
+            decision = self.decide(attempt, facts)
+            if decision.action in AGAIN:
+                log(decision.sentence)
+                if self.is_stopped_in_pause(decision.pause):
+                    attempt = attempt._replace(requests={**self.requests.made})
+                    decision = self.decide(attempt, facts)
+            answer = ""
+            if decision.action == "requeue":
+                answer = self.requeue(decision.suspects)
+                if answer != "requeued":
+                    decision = self.decide(attempt, facts, can_requeue=False)
+            run_on_event({**record_of(attempt, facts, decision), "run_dir": self.run_dir})
+            if decision.action not in AGAIN:
                 break
-        if decision != "requeue":
+            self.requests.made.clear()  # a limit, if any, that was raised since
+            self.earlier.append(attempt._replace(next=decision.action))
+            self.leave_out(decision.suspects)
+        self.end(decision)
+        was_refused = answer not in ("", "requeued", "ended")
+        return exit_code(decision, was_refused)
+
+    def decide(self, attempt, facts, can_requeue=True):
+        """Ask policy.py what follows, and write it to the attempt log: a requeue ends the job."""
+        limits = self.limits(can_requeue=can_requeue and bool(slurm_id()))
+        decision = decide(attempt, [*self.earlier_starts(), *self.earlier], limits)
+        self.record(record_of(attempt, facts, decision))
+        return decision
+
+    def limits(self, can_requeue=False):
+        hosts = tuple(host for host in self.given if host not in self.excluded)
+        fewest = len(hosts)
+        if os.environ.get("NNODES") and self.given:
+            fewest, _ = fewest_and_most(os.environ, len(self.given))
+        return Limits(
+            hosts=hosts,
+            spares=len(hosts) - fewest,
+            max_restarts=number("MAX_RESTARTS"),
+            restart_pause=number("RESTART_PAUSE"),
+            can_requeue=can_requeue,
+            submitted=self.submitted,
+            seconds=self.requests.seconds_left(),
+        )
+
+    def asked(self):
+        """The requests to stop that count."""
+        return stops(Attempt((), None, requests=self.requests.made), self.limits())
+
+    def is_stopped_in_pause(self, seconds):
+        """Wait before a restart. Returns whether a stop is requested in the meantime."""
+        end = time.monotonic() + seconds
+        self.requests.look(self.run_dir)
+        while time.monotonic() < end and not self.asked():
+            time.sleep(0.2)
+            self.requests.look(self.run_dir)
+        return bool(self.asked())
+
+    def requeue(self, suspects):
+        """Try until Slurm answers. Returns the last answer: see scheduler.py."""
+        left_out = [*self.excluded, *suspects]
+        answers = [requeue(left_out, self.given)]
+        while answers[-1] in ("failed", "no answer") and answers.count("failed") < MAX_FAILED:
+            if "SIGINT" in self.requests.made or time.time() > self.requests.ends[END]:
+                break
+            time.sleep(REQUEUE_SECONDS)
+            answers.append(requeue(left_out, self.given))
+        return answers[-1]
+
+    def end(self, decision):
+        """Print how the job ends."""
+        remedy = ""
+        if decision.action == "stop":
+            remedy = f"; to resume: {how_to_resume()}"
+            with suppress(OSError):  # it was made in a pause: obeyed
+                os.remove(f"{self.run_dir}/STOP")
+        elif decision.action == "give up":
+            remedy = f". After fixing it, to resume: {how_to_resume()}"
+        if decision.action != "finish":
+            log(f"{decision.sentence}{remedy}")
+        if decision.action != "requeue":
             shutil.rmtree(self.directory / "check_resume", ignore_errors=True)
         with suppress(OSError):
             self.directory.rmdir()  # unless it holds the attempt log
-        return self.exit_code(decision, attempt["cause"])
-
-    def pause(self):
-        """Seconds before the next restart."""
-        index = min(max(self.crashes, 1), len(PAUSES)) - 1
-        return PAUSES[index] * number("RESTART_PAUSE")
-
-    def is_stopped_in_pause(self):
-        """Wait before a restart. Returns whether a stop is requested in the meantime."""
-        end = time.monotonic() + self.pause()
-        while time.monotonic() < end and not self.asked():
-            time.sleep(0.2)
-        return bool(self.asked())
-
-    def exit_code(self, decision, cause):
-        """The exit code of supervise.py."""
-        if decision in ("finish", "requeue"):
-            return 0
-        if decision == "stop":
-            return number("STOPPED_EXIT_CODE") or int(self.refused)
-        return 2 if cause in USER_ERRORS else 1
-
-    # ------------------------------------------------------------------------- what to do next
-
-    def decide(self, attempt):
-        """Do the first thing that TABLE lists and that is possible: one of its actions.
-
-        Returns it, or why to give up.
-        """
-        name = self.ended_by(attempt)
-        row = TABLE[name]
-        suspects = self.find_suspects(attempt) if name in ("a bad node", "a crash") else []
-        actions = row.then if suspects else (row.first, *row.then)
-        self.refused = False
-        why = ""
-        for action in actions:
-            obstacle = self.obstacle(action, attempt, suspects, why)
-            if obstacle is None:
-                return action
-            why = obstacle or why
-        return why or "a restart would not help"
-
-    def ended_by(self, attempt):
-        """The row of TABLE."""
-        cause = attempt["cause"]
-        if cause in ("finished", "ended"):
-            return "success"
-        asked = self.asked()
-        if failed_gpus(attempt) and not asked:
-            return "a bad node"
-        if cause in USER_ERRORS:
-            return "a user error"
-        if cause == "stopped" and not (asked or self.was_too_early(attempt)):
-            asked = attempt["reason"].split(", ")
-        if asked:
-            by_scheduler = ON_TIME.intersection(asked) and "SIGINT" not in asked
-            return "a stop by the scheduler" if by_scheduler else "a stop by you"
-        is_silent = cause == "hang" and self.evidence(cause)
-        return "a bad node" if cause == "node lost" or is_silent else "a crash"
-
-    def was_too_early(self, attempt):
-        """Whether the training stopped at a time limit that has been raised since."""
-        return attempt["reason"] == "time limit" and self.time_left() > 120
-
-    def obstacle(self, action, attempt, suspects, why):
-        """Try an action. Returns None if it is done, else the reason, if there is one to report.
-
-        why: the last such reason of an earlier action.
-        """
-        if action == "stop":
-            is_clean = attempt["cause"] == "stopped"
-            return why or (None if is_clean else "a stop was requested")
-        if action == "give up":
-            return ""
-        if action == "requeue":
-            return self.obstacle_to_requeue(attempt, suspects)
-        if action in AGAIN and self.count > number("MAX_RESTARTS"):
-            return f"MAX_RESTARTS={number('MAX_RESTARTS')} is reached"
-        if action == "restart" and self.crashes > len(PAUSES):
-            return f"{self.crashes} crashes without progress"
-        if action == "spare":
-            return self.obstacle_to_spare(suspects)
-        return None
-
-    def obstacle_to_requeue(self, attempt, suspects):
-        is_stop = self.asked() or attempt["cause"] == "stopped"
-        if not slurm_id() or (self.count > number("MAX_RESTARTS") and not is_stop):
-            return ""
-        if self.starts_without("step", "file", "time") >= MAX_STARTS:
-            return f"in {MAX_STARTS} starts of this job in a row, no new step was saved"
-        if self.starts_without("step", "file") >= UNPROVEN_STARTS:
-            remedy = "nothing has shown progress: set PROGRESS_FILE"
-            return f"in {UNPROVEN_STARTS} starts of this job in a row, {remedy}"
-        left_out = [*self.left_out, *suspects]
-        answers = [requeue(left_out)]
-        while answers[-1] in ("failed", "no answer") and answers.count("failed") < MAX_FAILED:
-            if "SIGINT" in self.signals or time.time() > self.end_of_job:
-                break
-            time.sleep(REQUEUE_SECONDS)
-            answers.append(requeue(left_out))
-        self.refused = answers[-1] not in ("requeued", "ended")
-        return None if answers[-1] == "requeued" else ""
-
-    def starts_without(self, *kinds):
-        """How often in a row, with this time, this job was started without such progress."""
-        numbers = set()
-        for record in reversed(self.log_records()):
-            job, _, number = record["attempt"].rpartition(".")
-            is_complete = "end" in record
-            if job != self.job or not is_complete or record.get("progress") in kinds:
-                break
-            numbers.add(int(number) // 1000)  # see environment()
-        return len(numbers)
-
-    def report(self, attempt, decision):
-        """Print how the attempt ended, and what follows."""
-        if decision == "finish":
-            return
-        if decision == "stop":
-            reason = attempt["reason"] or "at --stop-at-step"
-            log(f"stopped ({reason}); to resume: {how_to_resume()}")
-            return
-        what = attempt["cause"]
-        saved = ""
-        if attempt["world_size"]:  # the script has written its status
-            what += f" at step {attempt['end_step']}"
-            saved = f", from step {attempt['saved_step']}"
-        if attempt["reason"]:
-            what += f": {attempt['reason']}"
-        if decision == "requeue":
-            log(f"{what}. The job is requeued{saved}")
-        elif decision in AGAIN:
-            which = f"Restart {self.count} of {number('MAX_RESTARTS')}"
-            log(f"{what}. {which} in {self.pause():.0f} s{saved}")
-        else:
-            remedy = f"After fixing it, to resume: {how_to_resume()}"
-            log(f"error: {what}. Giving up: {decision}. {remedy}")
-
-    # ------------------------------------------------------------------------- the nodes
-
-    def given_nodes(self):
-        """All that may be used."""
-        return self.job_nodes or self.launcher_hosts
-
-    def find_suspects(self, attempt):
-        """The nodes against which this attempt has evidence, and not for the first time."""
-        hosts = failed_gpus(attempt) * STRIKES or self.evidence(attempt["cause"])
-        nodes = [name_among(self.given_nodes(), host) for host in hosts]
-        self.strikes += nodes
-        known = set(nodes).difference(self.left_out, [None])
-        return sorted(node for node in known if self.strikes.count(node) >= STRIKES)
-
-    def evidence(self, cause):
-        """The hosts against which the failure is evidence."""
-        silent = self.failure.get("silent_hosts", [])
-        if cause == "node lost":
-            return silent
-        if cause == "hang":
-            return silent if len(silent) == 1 else []  # of several, the network may be at fault
-        is_of_host = self.failure and cause != "port"
-        return [self.failure["host"]] if is_of_host else []
-
-    def obstacle_to_spare(self, suspects):
-        """Leave out the suspect nodes, as many as there are spare nodes."""
-        good = [node for node in self.given_nodes() if node not in self.left_out]
-        spares = len(good) - self.wanted if self.wanted else 0
-        replaced = suspects[: max(0, spares)]
-        if not replaced:
-            return ""
-        self.crashes = 0
-        self.left_out = [*self.left_out, *replaced]
-        self.nodes = choose_nodes(self.job_nodes, self.left_out, self.wanted)
-        os.environ["EXCLUDED_NODES"] = ",".join(self.left_out)
-        log(f"{', '.join(replaced)} left out: a spare node takes its place")
-        return None
-
-    def lost_nodes(self):
-        """The nodes, fewer than all, where srun cannot start COMMAND: down, or without a mount."""
-        if len(self.nodes) < 2 or not is_srun(self.command):
-            return []
-        program = next((word for word in self.command[1:] if not word.startswith("-")), "true")
-        lost = nodes_without(program, self.nodes)
-        return lost if len(lost) < len(self.nodes) else []
 
     # ------------------------------------------------------------------------- one attempt
 
     def attempt(self):
-        """Run COMMAND once. Returns the record for the attempt log."""
-        self.count += 1
-        self.files = self.directory / f"{HOST}_{os.getpid()}_{self.count}"
+        """Run COMMAND once. Returns what policy.py needs, and more for the attempt log."""
+        count = len(self.earlier) + 1
+        self.files = self.directory / f"{HOST}_{os.getpid()}_{count}"
         shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
         try:
             self.files.mkdir(0o700, parents=True)
@@ -569,54 +440,59 @@ class Supervisor:
             what = "a stop reaches ranks on this host only: set LOG_DIR"
             log(f"WARNING: cannot write to {self.directory} ({error}); {what}")
 
-        env = self.environment()
-        self.begun = {
-            "attempt": env["ATTEMPT_ID"],
-            "start": time.time(),
-            "code": code_version(),
-            "hosts": self.nodes or [HOST],
-            "events": [],
-        }
+        env = self.environment(count)
+        facts = {"attempt": env["ATTEMPT_ID"], "start": time.time(), "code": code_version()}
         before = last_change()
-        self.is_recorded = False  # whether the attempt log has it, with the cause "running"
-        code = self.run(env)
+        code = self.run(env, facts)
 
         status = read_status(self.files / "STATUS_FILE")
-        self.failure = read_failure(self.files / "FAILURE_FILE")
-        self.launcher_hosts = lines_of(self.files / "NODES_FILE")
-        if not self.asked() and status.get("state") != "finished":
-            self.signals += self.signals_of_ranks(code)
-        cause, reason = self.cause(code, status)
-        events = parse_lines(lines_of(self.files / "EVENTS_FILE"))[-MAX_EVENTS:]
-        shutil.rmtree(self.files, ignore_errors=True)
         self.run_dir = status.get("run_dir") or self.run_dir
-        attempt = {
-            **self.begun,
-            "end": time.time(),
-            **steps(status),
-            "world_size": status.get("world_size"),
-            "cause": cause,
-            "reason": reason,
-            "events": events,
-        }
-        attempt["progress"] = progress(attempt, before)
-        return attempt
+        hosts = self.used_hosts()
+        of_ranks = "".join(lines_of(self.files / "STOP_FILE")[:1])  # by run_torchrun.py, guard.py
+        self.add_requests_of(status, of_ranks)
+        events = parse_lines(lines_of(self.files / "EVENTS_FILE"))[-MAX_EVENTS:]
+        failed_gpus = [event.get("host") for event in events if event.get("event") == "gpu_failed"]
+        start_step = status.get("start_step", 0)
+        end_step = max(start_step, status.get("global_step", 0))
+        saved_step = max(start_step, status.get("saved_step", 0))
+        facts.update(
+            start_step=start_step,
+            recomputed=max(0, end_step - saved_step),
+            world_size=status.get("world_size"),
+            events=events,
+        )
+        attempt = Attempt(
+            hosts=tuple(hosts),
+            exit_code=128 - code if 128 < code < 160 else code,  # of a shell
+            reports=tuple(self.reports(hosts, code)),
+            defective=tuple({name_among(hosts, host) for host in failed_gpus}),
+            requests={**self.requests.made},
+            of_ranks=of_ranks,
+            state=status.get("state", ""),
+            stopped_by=status.get("reason", ""),
+            end_step=end_step,
+            saved_step=saved_step if status else None,
+            restarts=self.restarts,
+            end=time.time(),
+        )
+        shutil.rmtree(self.files, ignore_errors=True)
+        return attempt._replace(progress=progress(attempt, facts, before)), facts
 
-    def environment(self):
+    def environment(self, count):
         """The environment of the next attempt."""
         env = dict(os.environ)
         env.pop("ON_EVENT", None)  # it may have a secret
-        env["ATTEMPT"] = str(self.count)
-        env["ATTEMPT_ID"] = f"{self.job}.{1000 * number('SLURM_RESTART_COUNT') + self.count}"
-        env["STORE_KEY"] = os.urandom(8).hex()  # see scripts/guard.py
+        env["ATTEMPT"] = str(count)
+        env["ATTEMPT_ID"] = f"{self.job}.{1000 * self.restarts + count}"
         for name in FILES:
             env[name] = str(self.files / name)
         env.setdefault("CHECK_RESUME", str(self.directory / "check_resume"))
-        if self.deadline < float("inf"):
-            env["DEADLINE"] = str(self.deadline)
-        if self.count > 1:
+        deadline = min(self.requests.ends.values())
+        if deadline < float("inf"):
+            env["DEADLINE"] = str(deadline)
+        if count > 1:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
-        choose_master(env, self.command, self.nodes)
+        self.set_master(env)
         return env
 
     def command_on_nodes(self):
@@ -626,71 +502,45 @@ class Supervisor:
         nodes = [f"--nodes={len(self.nodes)}", f"--nodelist={','.join(self.nodes)}"]
         return [self.command[0], *nodes, *self.command[1:]]
 
-    def cause(self, code, status):
-        """Why an attempt ended: (one of the causes above, reason)."""
-        asked = ", ".join(self.asked())
-        state = status.get("state")
-        reason = status.get("reason", "")
-        failure = self.failure
-        # If the launcher was killed, the kernel sends the training SIGTERM: it saves and stops.
-        # If ssh has lost the connection to a host, node.py does so there.
-        launcher_failed = code in (*SIGKILLED, SSH_FAILED) and not asked
-        orphaned = launcher_failed and state == "stopped" and reason == "SIGTERM"
-        if state in ("finished", "stopped") and not orphaned:
-            return state, reason and (asked or reason)  # the reason is our own signal or file
-        if failure:
-            return self.cause_of_failure(failure)
-        ended_by_signal = signal_of(code)
-        if asked and not self.killed and code == 0:
-            return "stopped", asked
-        if asked and not self.killed and ended_by_signal:
-            return "stopped", f"{asked}; ended by {ended_by_signal}, perhaps without a save"
-        if code == 0 and state:
-            remedy = "if a pipeline hides the exit code, use `set -o pipefail`"
-            return "killed", f"exit code 0, but the status is still {state}: {remedy}"
-        if code == 0:
-            return "ended", "exit code 0, but the training wrote no STATUS_FILE"
-        if self.killed:
-            return "killed", "it did not stop in time (STOP_SECONDS), or you pressed Ctrl-C twice"
-        lost = [] if asked else self.lost_nodes()
-        # srun also exits with the error number of execve(): a short outage gets two restarts.
-        if lost or (code == 2 and is_srun(self.command) and self.crashes < 2):
-            self.failure = {"silent_hosts": lost}
-            where = ", ".join(lost) or "a node"
-            return "node lost", f"{where} cannot start the program (down, or without a mount?)"
-        if code == 2:
-            return "configuration", "see the error above"
-        if code in SIGKILLED:
-            return "killed", "killed (SIGKILL); out of memory? (see dmesg)"
-        remedy = "see the errors above; if there are none, see dmesg"
-        return "killed", f"exit code {code} and no error report: {remedy}"
+    def used_hosts(self):
+        """Those of this attempt, as launch.py or this file has chosen them."""
+        chosen = read_json(self.files / "NODES_FILE")
+        self.given = chosen.get("given") or self.given
+        return chosen.get("used") or self.nodes or [HOST]
 
-    def cause_of_failure(self, failure):
-        """(cause, reason) of FAILURE_FILE. If it is the fault of nodes, sets their silent_hosts."""
-        cause = failure["cause"]
-        used = choose_nodes(self.given_nodes(), self.left_out, self.wanted)
-        silent = []
-        if "started_hosts" in failure:  # the rank check waits for the others
-            started = failure["started_hosts"]
-            silent = [node for node in used if not name_among(started, node)]
-        elif cause == "configuration":  # each host that has reported it has a file
-            reports = [read_failure(file) for file in self.files.glob("FAILURE_FILE*")]
-            silent = list({name_among(used, report["host"]) for report in reports if report})
-            if len(silent) == 1 and silent[0] not in (None, *used[:1]):  # else, it is the user's
-                cause = "node lost"
-        if silent and len(silent) < len(used):
-            failure["silent_hosts"] = silent
-        rank = f"rank {failure['rank']} on " if "rank" in failure else ""
-        return cause, f"{rank}{failure['host']}: {failure['reason']}"
+    def add_requests_of(self, status, of_ranks):
+        """Those that did not come through this process."""
+        self.requests.look()
+        made = self.requests.made
+        now = time.time()
+        if made or status.get("state") == "finished":
+            return
+        reason = status.get("reason") if status.get("state") == "stopped" else ""
+        if reason == "time limit":  # the training looks at its own clock
+            ends = self.requests.ends
+            made[min(ends, key=ends.get)] = now
+        elif reason == "STOP file" and not of_ranks:
+            made["STOP"] = now
+        else:
+            by_slurm = ended_by()
+            made.update({by_slurm: now} if by_slurm else {})
 
-    def signals_of_ranks(self, code):
-        """The signals that Slurm has sent to the ranks only, if they ended because of them."""
-        received = lines_of(self.files / "STOP_FILE")  # by run_torchrun.py or guard.py
-        if code == 0 and received:
-            return received
-        return ["SIGTERM"] if is_preempted() else []
+    def reports(self, hosts, code):
+        """Those of the hosts; without any, what the scheduler knows."""
+        files = sorted(self.files.glob("FAILURE_FILE*"))
+        found = [read_report(file, hosts) for file in files]
+        if found or code == 0 or self.requests.made or not is_srun(self.command):
+            return found
+        program = next((word for word in self.command[1:] if not word.startswith("-")), "true")
+        lost = lost_nodes(program, hosts) if len(hosts) > 1 else []
+        if lost:
+            reason = "down, or the program cannot be started there: a missing mount?"
+            return [Report("node lost", reason, ", ".join(lost), tuple(lost))]
+        if code == 2:  # also the error number of its execve(), in a short outage
+            return [Report("killed", "exit code 2 of srun, and no report", "a node")]
+        return []
 
-    def run(self, env):
+    def run(self, env, facts):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
         try:
             self.child = subprocess.Popen(
@@ -699,67 +549,60 @@ class Supervisor:
         except OSError as error:
             log(f"error: cannot start {self.command[0]}: {error.strerror}")
             return 2
-        while self.child.poll() is None:
+        has_ended = threading.Event()
+        waiting = in_background(self.record_start, facts, has_ended)
+        is_killed = False
+        code = None
+        # A signal may have killed a shell, but its children still save.
+        while code is None or (code < 0 and self.requests.obeyed_at and descendants()):
             time.sleep(0.2)
-            self.watch()
-        code = self.child.returncode
-        while code < 0 and self.stopping_since and not self.killed and descendants():
-            time.sleep(0.2)  # a signal killed the shell, but its children still save
-            self.watch()
-        kill_descendants()  # for example, ranks whose torchrun was killed
-        return code
-
-    def watch(self):
-        """Record the run directory, forward stop requests. An error of ours ends no training."""
-        try:
-            if not self.is_recorded:
-                self.record_start()
-            if not self.stopping_since:
+            if not self.requests.obeyed_at:
                 self.stop_if_requested()
-            if self.stopping_since and not self.killed:
-                self.kill_if_too_slow()
-        except Exception as error:
-            text = f"WARNING: {type(error).__name__}: {error}; the training goes on"
-            if text != self.warning:
-                log(text)
-            self.warning = text
+            elif self.requests.pressed_again or time.time() > self.requests.kill_time():
+                self.kill_command()
+                is_killed = True
+                break
+            code = self.child.poll()
+        has_ended.set()
+        end_of_others(code)
+        waiting.join(ASK_SECONDS)
+        return -9 if is_killed else code
 
-    def record_start(self):
-        """Write the attempt to the attempt log as soon as the training owns its run directory."""
-        status = read_status(self.files / "STATUS_FILE")
-        if not status.get("state"):
+    def record_start(self, facts, has_ended):
+        """Write the attempt to the attempt log as soon as the training owns its run directory.
+
+        A status that never comes is asked for less and less.
+        """
+        seconds = 0.5
+        while not has_ended.wait(seconds):
+            seconds = min(2 * seconds, ASK_SECONDS)
+            status = read_status(self.files / "STATUS_FILE")
+            if status.get("state"):
+                break
+        else:
             return
         self.run_dir = status.get("run_dir") or self.run_dir
-        self.is_recorded = True
-        self.record({**self.begun, "cause": "running"})
+        hosts = self.used_hosts()
+        for record in self.log_records():
+            asked = record.get("requests", {})
+            if "STOP" in asked:  # for each job of a chain that was submitted before
+                self.requests.made["STOP"] = asked["STOP"]
+        self.record({**facts, "hosts": hosts, "cause": "running"})
 
     def stop_if_requested(self):
-        """Ask the training to stop, after a signal or shortly before the end of the time."""
-        asked = self.asked()
+        """Ask the training to stop. The ranks come first; the rest may wait for a disk."""
+        self.requests.look()
+        asked = self.requests.made and self.asked()
         if not asked:
             return
-        self.stopping_since = time.time()
-        log(f"{asked[0]}: saving and stopping; press Ctrl-C again to kill the training")
-        with suppress(OSError):
-            (self.files / "STOP_FILE").touch()
+        self.requests.obeyed_at = time.time()
         if is_srun(self.command) or is_ours(self.command):
             # srun forwards it; see run_torchrun.py and guard.py
             self.child.send_signal(signal.SIGUSR2)
         else:
             signal_training(self.child.pid)
-
-    def kill_if_too_slow(self):
-        """Kill the training after its time to stop, in time for a requeue, or at another Ctrl-C."""
-        seconds = number("STOP_SECONDS")
-        if not self.signals:  # at the time limit
-            seconds = max(seconds, self.reserve)
-        limit = self.stopping_since + seconds
-        end = self.end_of_job - min(30, self.reserve / 4)  # later, Slurm would not requeue the job
-        if end > self.stopping_since:
-            limit = min(limit, end)
-        if self.pressed_again or time.time() > limit:
-            self.killed = True
-            self.kill_command()
+        in_background((self.files / "STOP_FILE").touch)
+        log(f"{asked[0]}: saving and stopping; press Ctrl-C again to kill the training")
 
     def kill_command(self):
         """Send SIGTERM, SIGINT (which makes our launchers kill all), SIGKILL, until it exits."""
@@ -777,6 +620,18 @@ class Supervisor:
     def log_records(self):
         records = parse_lines(lines_of(self.log_file()))
         return [record for record in records if {"attempt", "start", "cause"} <= record.keys()]
+
+    def earlier_starts(self):
+        """The attempts of this job before it was requeued."""
+        found = []
+        for record in self.log_records():
+            job, _, _ = f"{record['attempt']}".rpartition(".")
+            is_complete = record.keys() >= set(Attempt._fields)
+            if job == self.job and is_complete and record["restarts"] < self.restarts:
+                attempt = Attempt(*[record[name] for name in Attempt._fields])
+                reports = tuple(Report(**report) for report in attempt.reports)
+                found.append(attempt._replace(hosts=tuple(attempt.hosts), reports=reports))
+        return found
 
     def record(self, attempt):
         """Write the attempt's line, replacing its line with the cause "running".
@@ -803,15 +658,34 @@ class Supervisor:
             log(f"WARNING: cannot write {self.log_file()}: {error}")
 
 
-def choose_nodes(nodes, left_out, wanted):
-    """The first of the nodes that are not left out; wanted: how many, 0: all.
+def record_of(attempt, facts, decision):
+    """The line of the attempt log."""
+    reports = [report._asdict() for report in attempt.reports]
+    followed = {"cause": decision.cause, "reason": decision.reason, "next": decision.action}
+    return {**facts, **attempt._asdict(), "reports": reports, **followed}
 
-    If too few would remain, those that should be left out are used, too.
-    """
-    good = [node for node in nodes if node not in left_out]
-    if len(good) < wanted or not good:
-        good = nodes
-    return good[:wanted] if wanted else good
+
+def exit_code(decision, was_refused):
+    """The exit code of supervise.py."""
+    if decision.action in ("finish", "requeue"):
+        return 0
+    if decision.action == "stop" and decision.cause == "stopped":
+        return number("STOPPED_EXIT_CODE") or int(was_refused)
+    return 2 if decision.cause in USER_ERRORS else 1
+
+
+def in_background(function, *arguments):
+    """Call it in a thread: it may wait for a disk. An error of ours ends no training."""
+
+    def call():
+        try:
+            function(*arguments)
+        except Exception as error:
+            log(f"WARNING: {type(error).__name__}: {error}; the training goes on")
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
 
 
 def is_srun(command):
@@ -826,58 +700,16 @@ def is_ours(command):
     return bool(ours) and ours != ["guard.py"] and not is_srun(command)
 
 
-def choose_master(env, command, nodes):
-    """For srun: MASTER_ADDR and MASTER_PORT; the port is free, if this is the first node."""
-    if not nodes or not is_srun(command):
-        return
-    from hosts import free_port, port_of_job  # an older Python cannot read that file
-
-    master = env.get("MASTER_ADDR") or nodes[0]
-    port = env.get("MASTER_PORT") or port_of_job(env)
-    if not env.get("MASTER_PORT") and name_among(nodes, HOST) == master:
-        port = free_port(port)
-    env["MASTER_ADDR"] = master
-    env["MASTER_PORT"] = str(port)
-
-
-def name_among(nodes, host):
-    """The host's name in the list, also without its domain if only one has that. None: neither."""
-    if host in nodes:
-        return host
-    similar = [node for node in nodes if node.split(".")[0] == host.split(".")[0]]
-    return similar[0] if len(similar) == 1 else None
-
-
-def failed_gpus(attempt):
-    """The hosts whose driver reports a failed GPU; several ranks of a host may say so."""
-    events = [event for event in attempt["events"] if event.get("event") == "gpu_failed"]
-    hosts = [event["host"] for event in events if isinstance(event.get("host"), str)]
-    return list(dict.fromkeys(hosts))
-
-
-def progress(attempt, before):
+def progress(attempt, facts, before):
     """How the attempt has shown progress: "step", "file", "time", or "" if it has made none.
 
     before: what last_change() returned at its start.
     """
-    if attempt["world_size"]:  # the script has written its status
-        return "step" if attempt["saved_step"] > attempt["start_step"] else ""
+    if facts["world_size"]:  # the script has written its status
+        return "step" if attempt.saved_step > facts["start_step"] else ""
     if os.environ.get("PROGRESS_FILE"):
         return "file" if last_change() > before else ""
-    return "time" if attempt["end"] - attempt["start"] > PROGRESS_SECONDS else ""
-
-
-def steps(status):
-    """The part of the record that comes from the status of the training."""
-    start = status.get("start_step", 0)
-    end = max(start, status.get("global_step", 0))
-    saved = max(start, status.get("saved_step", 0))
-    return {
-        "start_step": start,
-        "end_step": end,
-        "saved_step": saved,
-        "recomputed": max(0, end - saved),
-    }
+    return "time" if attempt.end - facts["start"] > PROGRESS_SECONDS else ""
 
 
 def lines_of(path):
@@ -903,10 +735,28 @@ def read_status(path):
     return status
 
 
-def read_failure(path):
-    """What the first rank to fail, of any script, has reported; {} if something is missing."""
-    failure = read_json(path)
-    return failure if {"cause", "reason", "host"} <= failure.keys() else {}
+def read_report(file, hosts):
+    """A Report; one that cannot be read says nothing about a host. hosts: those of the attempt."""
+    facts = read_json(file)
+    host = facts.get("host") or file.name.partition("FAILURE_FILE.")[2] or "a host"
+    try:
+        named = facts.get("hosts", facts.get("silent_hosts"))
+        if named is None:
+            named = [] if facts["cause"] in OF_NO_HOST else [host]
+        if "started_hosts" in facts:
+            came = [name_among(hosts, name) for name in facts["started_hosts"]]
+            named = [name for name in hosts if name not in came]
+        written = os.stat(file).st_mtime
+        return Report(
+            cause=facts["cause"] + "",
+            reason=facts["reason"] + "",
+            host=name_among(hosts, host) or host,
+            hosts=tuple(name_among(hosts, name) for name in named),
+            rank=facts.get("rank"),
+            time=float(facts.get("time", written)),
+        )
+    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+        return Report("killed", "its report cannot be read", f"{host}")
 
 
 def parse_lines(lines):
@@ -934,39 +784,51 @@ def die_with_parent():
         end_with_parent()
 
 
-def signal_of(code):
-    """The name of the stop signal that ended a process, or a shell's child; "" if none has."""
-    for name in STOPS:
-        if code in (-getattr(signal, name), 128 + getattr(signal, name)):
-            return name
-    return ""
-
-
 def signal_training(child):
-    """Send STOP_SIGNAL to the processes of COMMAND that handle it; if none does, to all.
+    """Send STOP_SIGNAL to the ranks that torchrun has started.
 
-    Others would die of it, such as a shell, or a `tee`. torchrun would end its ranks.
+    Without torchrun, to the processes of COMMAND's session that handle it: a helper, such as
+    wandb's, has a session of its own. If none does, to all. Others would die of it, such as a
+    shell, or a `tee`.
     """
     from report import stop_signal
 
     number = stop_signal()
-    programs = {}  # of the processes that handle it
-    elastic = []  # those that torchrun has started
+    parents = {}  # of the processes below torchrun
+    programs = {}  # of the processes that handle the signal
     for process in descendants():
         with suppress(OSError):  # it has just ended
-            if handles(process, number):
+            if "TORCHELASTIC_RUN_ID" in variables_of(process):
+                parents[process] = parent_of(process)
+            if os.getsid(process) == child and handles(process, number):
                 programs[process] = os.readlink(f"/proc/{process}/exe")
-                if "TORCHELASTIC_RUN_ID" in variables_of(process):
-                    elastic.append(process)
-    if not programs:
+    ranks = [process for process, parent in parents.items() if parent not in parents]
+    if not ranks:
+        ranks = [process for process in programs if not is_worker(process, programs)]
+    if not ranks:
         os.killpg(child, number)
-    ranks = elastic or list(programs)
     for process in ranks:
         with suppress(OSError):
-            parent = parent_of(process)
-            is_worker = parent in ranks and programs[parent] == programs[process]
-            if not is_worker:
-                os.kill(process, number)
+            os.kill(process, number)
+
+
+def is_worker(process, programs):
+    """Whether it was forked by another of them."""
+    with suppress(OSError):
+        parent = parent_of(process)
+        return programs.get(parent) == programs[process]
+    return False
+
+
+def end_of_others(code):
+    """End what COMMAND has left running, such as ranks whose torchrun was killed."""
+    deadline = time.monotonic() + LEFT_SECONDS
+    while code == 0 and descendants() and time.monotonic() < deadline:
+        time.sleep(0.1)  # it may be about to end
+    left = descendants()
+    if left:
+        log(f"ending {len(left)} processes that COMMAND has left running")
+        kill_descendants()
 
 
 # ------------------------------------------------------------------------------------- the code

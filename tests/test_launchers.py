@@ -288,18 +288,6 @@ def test_srun_takes_from_sbatch_nothing_that_limits_a_step(tmp_path):
     assert result.stdout == "SLURM_JOB_CPUS_PER_NODE=1\nSLURM_JOB_ID=1\n"
 
 
-def test_a_node_that_slurm_has_lost_is_replaced_by_a_spare(tmp_path):
-    """Stand-ins, as after `sbatch --no-kill`: srun cannot start anything on n2."""
-    write_program(tmp_path / "scontrol", "[ $2 = hostnames ] && echo $3 | tr , '\\n'")
-    write_program(tmp_path / "srun", 'echo "$@"; case "$*" in *n2*) exit 1;; esac')
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "NNODES": "2"}
-    env |= {"SLURM_JOB_NODELIST": "n1,n2,n3", "LOG_DIR": str(tmp_path), "MASTER_PORT": "29400"}
-    command = ["scripts/supervise.py", "srun", "true"]
-    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
-    used = re.findall("--nodelist=(\\S+)", result.stdout)
-    assert used == ["n1,n2", "n1,n2", "n1,n3"], result.stderr
-
-
 CONDA = """#!/bin/bash
 # Stands in for conda, which cannot be installed here: its output has the same form.
 echo {base}
@@ -426,21 +414,6 @@ def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
     result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script), "GUARD": "0"})
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
     assert "PET_NNODES PET_RDZV_BACKEND PET_RDZV_ENDPOINT: ignored" in result.stdout
-
-
-def test_attempts_differ_in_the_secret_for_the_store_but_not_in_the_order_of_sets(tmp_path):
-    script = tmp_path / "my_train.py"
-    text = "import os\nprint(f'KEY {os.environ[\"STORE_KEY\"]}', 'HASH', hash('a'), 'END')\n"
-    script.write_text(f"{text}raise SystemExit(1)\n")
-    env = {"PYTHON": sys.executable, "GUARD": "0", "TRAIN_SCRIPT": str(script)}
-    env |= {"LOG_DIR": str(tmp_path), "MAX_RESTARTS": "1"}
-    keys, hashes = [], []
-    for before in (["scripts/supervise.py"], []):
-        command = [*before, "scripts/ssh/launch_singlenode.sh", CONFIG, "1"]
-        result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True)
-        keys += re.findall(r"KEY (\S{16,})", result.stdout.decode())
-        hashes += re.findall(r"HASH (\S+) END", result.stdout.decode())
-    assert len(set(keys)) == 3 and len(set(hashes)) == 1, (keys, hashes)
 
 
 ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
@@ -734,7 +707,6 @@ def test_hosts_in_excluded_nodes_are_not_used_unless_too_few_would_remain(
     monkeypatch.syspath_prepend(REPO / "scripts/ssh")
     monkeypatch.setenv("EXCLUDED_NODES", excluded)
     monkeypatch.setenv("NNODES", wanted)
-    monkeypatch.delenv("NODES_FILE", raising=False)
     launch = load(REPO / "scripts/ssh/launch.py")
     way = SimpleNamespace(lost=lambda hosts: [])
     assert launch.choose_hosts(["node01", "node02"], way) == used

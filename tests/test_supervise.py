@@ -1,6 +1,6 @@
-"""supervise.py: each way in which training can end, what it then does, prints and writes.
+"""supervise.py: what it starts, stops, reads, prints and writes. What it decides: test_policy.py.
 
-A script without torch stands for the training, except in three tests of the trainer itself.
+A script without torch stands for the training, except in one test of the trainer itself.
 """
 
 import ast
@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -24,6 +25,7 @@ from harness import (
     wait_until,
     write_program,
 )
+from policy import END, Attempt, Decision
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
 TRAIN = [sys.executable, REPO / "scripts/guard.py", REPO / "train_distributed.py"]
@@ -140,42 +142,6 @@ def wait_for_attempt(directory, number: int = 1) -> None:
 CRASH = [sys.executable, "-c", "raise SystemExit(1)"]
 
 
-def test_crashes_with_progress_are_retried_until_max_restarts(tmp_path, fake, supervise):
-    code, text = supervise(*fake, "crash", MAX_RESTARTS="4")
-    assert code == 1 and "MAX_RESTARTS=4 is reached" in text, text
-    steps = [(attempt["start_step"], attempt["saved_step"]) for attempt in attempts(tmp_path)]
-    assert steps == [(2 * number, 2 * number + 2) for number in range(5)]
-
-
-@pytest.mark.parametrize("code", [-9, 137, -6, 134, 255, 1])
-def test_only_a_process_that_was_killed_may_be_out_of_memory(supervisor, code):
-    _, us = supervisor
-    cause, reason = us.cause(code, {})
-    assert cause == "killed" and ("out of memory" in reason) == (code in (-9, 137))
-
-
-FAILS = """
-import json, os, sys
-with open(os.environ["FAILURE_FILE"], "w") as file:
-    json.dump({"cause": sys.argv[1], "reason": "why", "host": "n1"}, file)
-sys.exit(1)
-"""
-
-
-@pytest.mark.parametrize("cause", ["configuration", "NaN"])
-def test_an_error_that_would_repeat_is_not_retried(tmp_path, supervise, cause):
-    code, text = supervise(sys.executable, "-c", FAILS, cause)
-    assert code == 2
-    assert causes(tmp_path) == [cause]
-    assert "a restart would not help" in text
-
-
-def test_a_user_error_of_the_trainer_is_not_retried(tmp_path, tiny, supervise):
-    code, text = supervise(*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run", "--epochs=nil")
-    assert code == 2 and causes(tmp_path) == ["configuration"]
-    assert "--epochs" in text.splitlines()[-1]
-
-
 def test_ctrl_c_stops_saves_and_prints_how_to_resume(tmp_path, tiny, start, supervise):
     """The attempt log is in the run directory, which only the trainer knows."""
     (tmp_path / "elsewhere").mkdir()
@@ -191,7 +157,7 @@ def test_ctrl_c_stops_saves_and_prints_how_to_resume(tmp_path, tiny, start, supe
     assert causes(tmp_path) == ["stopped"] and not (run / "STOP").exists()
     step = json.loads((run / "status.json").read_text())["global_step"]
     code, text = supervise(*command, FOREVER, f"--stop-at-step={step + 3}")
-    assert code == 0 and f" at step {step}, to step {step + 3}\n" in text
+    assert code == 0 and f"Stopped at step {step + 3} " in text, text
     assert not list((tmp_path / "logs").iterdir())  # nothing is left but the run directory's log
 
 
@@ -223,14 +189,79 @@ def test_the_files_of_a_killed_supervisor_do_not_stop_the_next_one(supervisor, t
     left.mkdir(parents=True)
     (left / "STOP_FILE").touch()
     us.command = ["bash", "-c", '[[ ! -e "$STOP_FILE" ]]']
-    assert us.attempt()["cause"] == "ended"
+    assert us.attempt()[0].exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("received", "facts", "requests"),
+    [
+        ("SIGUSR1", {"PreemptTime": "None"}, []),
+        ("SIGTERM", {"PreemptTime": "2026-11-28T20:00:00"}, ["preempted"]),
+        ("", {"JobState": "COMPLETING"}, ["preempted"]),
+        ("", {"JobState": "CANCELLED"}, ["scancel"]),
+        ("", {}, []),  # no answer
+    ],
+)
+def test_a_stop_that_only_the_ranks_were_asked_for(
+    supervisor, monkeypatch, received, facts, requests
+):
+    """run_torchrun.py and guard.py write the signal to STOP_FILE; Slurm knows of a preemption."""
+    _, us = supervisor
+    monkeypatch.setattr(scheduler, "slurm_job", lambda: facts)
+    us.command = ["bash", "-c", f'echo -n "{received}" >"$STOP_FILE"; exit 143']
+    attempt, _ = us.attempt()
+    assert (attempt.exit_code, attempt.of_ranks) == (-signal.SIGTERM, received)
+    assert [*attempt.requests] == requests
+
+
+def test_a_time_limit_that_the_training_knows_is_the_nearest(supervisor):
+    _, us = supervisor
+    us.requests.ends.update(DEADLINE=time.time() + 9e4, MAX_DURATION=time.time() + 9e5)
+    us.add_requests_of({"state": "stopped", "reason": "time limit"}, "")
+    assert [*us.requests.made] == ["DEADLINE"]
+    us.requests.made.clear()
+    us.add_requests_of({"state": "stopped", "reason": "STOP file"}, "")
+    assert [*us.requests.made] == ["STOP"]
 
 
 def test_a_training_without_a_deadline_of_its_own_is_stopped_in_time(tmp_path, fake, supervise):
     code, text = supervise(*fake, MAX_DURATION="2")
     assert code == 0, text
     (attempt,) = attempts(tmp_path)
-    assert (attempt["cause"], attempt["reason"]) == ("stopped", "time limit")
+    assert (attempt["cause"], attempt["reason"]) == ("stopped", "MAX_DURATION")
+
+
+def test_a_stop_waits_for_no_disk_and_no_scheduler(supervisor, monkeypatch, tmp_path):
+    """Both never answer. The training is stopped nevertheless, and killed once its time is over."""
+    module, us = supervisor
+    never = threading.Event()
+    monkeypatch.setattr(module, "read_status", lambda _: never.wait())
+    monkeypatch.setattr(module.Path, "touch", lambda _: never.wait())
+    monkeypatch.setattr(module, "ASK_SECONDS", 0.1)
+    us.command = [sys.executable, "-c", SAVES_SLOWLY, tmp_path / "saved"]
+    threading.Timer(1, us.requests.on_signal, (signal.SIGTERM, None)).start()
+    us.files = tmp_path
+    code = us.run({**os.environ}, {})
+    never.set()
+    wait_until(lambda: threading.active_count() == 1, "a thread runs on")
+    assert code == 0 and (tmp_path / "saved").exists()
+
+
+def test_a_stop_file_in_the_pause_or_for_an_earlier_job_of_a_chain_is_obeyed(
+    tmp_path, fake, start, supervise
+):
+    process = start(*fake, "crash", RESTART_PAUSE="1000")
+    assert "Restart 1 in 1000 s" in process.stdout.readline()
+    (tmp_path / "run/STOP").touch()
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "stopped (STOP); to resume" in text, text
+    assert not (tmp_path / "run/STOP").exists()
+    later = "qtime = " + time.ctime(time.time() + 9)
+    for submitted, cause in (("qtime = Sat Nov 28 20:00:00 2020", "stopped"), (later, "ended")):
+        write_program(tmp_path / "bin/qstat", f'echo "    {submitted}"')
+        env = {"PBS_JOBID": cause, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        code, text = supervise(*fake, **env, MAX_DURATION="9")
+        assert code == 0 and (", STOP" in text or "(STOP" in text) == (cause == "stopped"), text
 
 
 IGNORES_SIGTERM = """
@@ -250,7 +281,7 @@ def test_a_second_ctrl_c_kills_what_does_not_stop(start):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=120)
-    assert process.returncode == 1 and "Giving up: a stop was requested" in text
+    assert process.returncode == 1 and "stopped (SIGINT)" in text
 
 
 def test_what_does_not_stop_in_stop_seconds_is_killed(tmp_path, start):
@@ -269,47 +300,6 @@ def test_exit_code_0_after_a_stop_counts_as_stopped_without_a_status(tmp_path, s
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and requeues(tmp_path) == 1, text
     assert (tmp_path / "saved").exists() and causes(tmp_path / "logs") == ["stopped"]
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "expected"),
-    [
-        (0, {}, "ended"),
-        (0, {"state": "running"}, "killed"),  # train.py | tee log
-        (0, {"state": "failed"}, "killed"),
-        (0, {"state": "finished"}, "finished"),
-        (143, {}, "killed"),  # of ranks that srun ends because one has failed
-        (2, {}, "configuration"),
-    ],
-)
-def test_the_cause_without_an_error_report(supervisor, code, status, expected):
-    _, us = supervisor
-    assert us.cause(code, status)[0] == expected
-
-
-@pytest.mark.parametrize(
-    ("code", "received", "is_preempted", "ended_by", "cause"),
-    [
-        (0, "SIGUSR1", False, "a stop by the scheduler", "stopped"),
-        (0, "SIGINT", False, "a stop by you", "stopped"),
-        (0, "", True, "a stop by the scheduler", "stopped"),
-        (1, "", True, "a stop by the scheduler", "killed"),  # its save has failed
-        (143, "", True, "a stop by the scheduler", "stopped"),
-        (1, "SIGTERM", False, "a crash", "killed"),  # srun ends the ranks, because one has failed
-        (143, "SIGTERM", False, "a crash", "killed"),
-        (0, "", False, "success", "ended"),
-    ],
-)
-def test_a_stop_that_only_the_ranks_were_asked_for(
-    supervisor, monkeypatch, tmp_path, code, received, is_preempted, ended_by, cause
-):
-    """run_torchrun.py and guard.py write the signal to STOP_FILE; Slurm knows of a preemption."""
-    _, us = supervisor
-    facts = {"JobState": "RUNNING", "PreemptTime": "now" if is_preempted else "None"}
-    monkeypatch.setattr(scheduler, "slurm_job", lambda: facts)
-    us.command = ["bash", "-c", f'echo -n "{received}" >"$STOP_FILE"; exit {code}']
-    attempt = us.attempt()
-    assert (us.ended_by(attempt), attempt["cause"]) == (ended_by, cause)
 
 
 SAVES_SLOWLY = """
@@ -335,7 +325,8 @@ def test_a_scheduler_that_kills_the_shell_around_it_lets_the_training_save(tmp_p
     assert (tmp_path / "saved").exists()
 
 
-# Each process that handles SIGTERM writes a line when it gets it.
+# Each process that handles SIGTERM writes a line when it gets it. The rank has a helper in a
+# session of its own, as wandb starts one, and ends it in the end.
 TOLD = """
 import os, signal, sys, time
 def told(*_):
@@ -343,6 +334,7 @@ def told(*_):
     time.sleep(1)
     print(name, "has saved", flush=True)
     os.kill(worker, 9)
+    os.kill(helper, 9)
     os._exit(int(sys.argv[2:] == ["fails"]))
 name = sys.argv[1]
 signal.signal(signal.SIGTERM, told)
@@ -353,6 +345,11 @@ if name == "torchrun":
 worker = os.fork()
 if worker == 0:
     name = "a loader worker"
+else:
+    helper = os.fork()
+    if helper == 0:
+        name = "a helper"
+        os.setsid()
 time.sleep(1000)
 """
 TRAINING = f'{sys.executable} -c "$CODE"'
@@ -395,29 +392,6 @@ def test_a_killed_supervisor_leaves_no_training_behind_and_the_next_one_logs_it(
     assert first["cause"] == "killed" and second["start_step"] == step
 
 
-# Its training, in a session of its own, stops after SIGTERM, as when the launcher dies.
-ORPHANED = """
-setsid "$@" &
-if [[ "$ATTEMPT" == 1 ]]; then
-  until [[ -s "$LOG" ]]; do sleep 0.1; done
-  kill -TERM $!
-  wait
-  END
-fi
-wait
-"""
-
-
-@pytest.mark.parametrize("end", ["kill -KILL $$", "exit 255"], ids=["killed", "connection lost"])
-def test_a_training_that_stopped_because_its_launcher_failed_is_resumed(tmp_path, fake, start, end):
-    launcher = ["bash", "-c", ORPHANED.replace("END", end), "bash"]
-    process = start(*launcher, *fake, LOG=str(tmp_path / "run/attempts.jsonl"))
-    wait_for_attempt(tmp_path, 2)
-    process.send_signal(signal.SIGTERM)
-    text, _ = process.communicate(timeout=120)
-    assert causes(tmp_path) == ["killed", "stopped"], text
-
-
 LAUNCHES_A_SESSION = 'if [[ "$ATTEMPT" == 2 ]]; then exec "${@:4}"; fi; setsid "${@:1:3}"; :'
 
 
@@ -434,26 +408,6 @@ def test_ranks_whose_launcher_was_killed_end_before_the_restart(tmp_path, fake, 
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert not processes_with("MARK", tmp_path)
-
-
-CRASH_FIRST = 'if [[ "$ATTEMPT" == 1 ]]; then exit 1; fi; exec "$@"'  # its next attempt is newer
-
-
-@pytest.mark.long  # the trainer waits two minutes for the lock
-def test_a_second_supervisor_in_one_job_leaves_the_run_of_the_first_alone(
-    tmp_path, tiny, start, supervise
-):
-    job = {"SLURM_JOB_ID": str(os.getpid())}
-    command = [*TRAIN, *tiny, f"--checkpoint-dir={tmp_path}/run", FOREVER]
-    first = start(*command, **job)
-    wait_for_attempt(tmp_path)
-    log_before = (tmp_path / "run/attempts.jsonl").read_text()
-    code, text = supervise("bash", "-c", CRASH_FIRST, "bash", *command, **job)
-    assert code == 2 and "is in use by" in text and "a restart would not help" in text
-    assert (tmp_path / "run/attempts.jsonl").read_text() == log_before
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=120)
-    assert first.returncode == 0 and causes(tmp_path / "run") == ["stopped"]
 
 
 def test_two_supervised_runs_in_one_job_are_both_logged(tmp_path, fake, supervise):
@@ -483,7 +437,7 @@ if os.environ["ATTEMPT"] == "1":
 def test_records_that_are_malformed_or_of_another_program_end_nothing(tmp_path, supervise, status):
     command = [sys.executable, "-c", MALFORMED, tmp_path, json.dumps(status)]
     code, text = supervise(*command)
-    assert code == 0 and text.count("Restart 1 of 10") == 1 and "Traceback" not in text, text
+    assert code == 0 and text.count("Restart 1 in ") == 1 and "Traceback" not in text, text
 
 
 @pytest.mark.parametrize("value", ["junk", "nan", "-1"])
@@ -516,7 +470,9 @@ def test_an_old_python_is_reported_in_one_sentence():
         assert "is not Python 3.8 or newer" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("file", ["supervise.py", "scheduler.py", "ssh/launch.py", "ssh/node.py"])
+@pytest.mark.parametrize(
+    "file", ["supervise.py", "policy.py", "scheduler.py", "ssh/launch.py", "ssh/node.py"]
+)
 def test_python_3_6_can_read_the_file(file):
     ast.parse((REPO / "scripts" / file).read_text(), feature_version=(3, 6))
 
@@ -542,7 +498,7 @@ def test_a_command_is_run_after_each_attempt(tmp_path, supervise):
     supervise(*CRASH, ON_EVENT=f"cat >>{tmp_path}/events; echo >>{tmp_path}/events")
     lines = (tmp_path / "events").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [record["next"] for record in records] == [*["restart"] * 4, CRASHES]
+    assert [record["next"] for record in records] == [*["restart"] * 4, "give up"]
     logged = attempts(tmp_path / "logs")
     assert [record | attempt for record, attempt in zip(records, logged)] == records
 
@@ -575,110 +531,15 @@ def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
 # ------------------------------------------------------------------------------------ decisions
 
 
-HELPLESS = "a restart would not help"
-ASKED = "a stop was requested"
-CRASHES = "5 crashes without progress"
-STARTS = "in 3 starts of this job in a row, no new step was saved"
-FIVE = "MAX_RESTARTS=5 is reached"
-HANG = {"silent_hosts": ["n2"]}
-LOST = {"cause": "node lost", **HANG}
-SPARE = {"wanted": 1}
-
-
-@pytest.mark.parametrize(
-    ("decision", "if_refused", "cause", "facts"),
-    [
-        ("finish", "finish", "finished", {}),
-        ("finish", "finish", "ended", {}),
-        ("stop", "stop", "stopped", {"reason": ""}),  # --stop-at-step
-        ("stop", "stop", "stopped", {"reason": "SIGINT"}),
-        ("requeue", "stop", "stopped", {"reason": "time limit"}),
-        ("requeue", "stop", "stopped", {"reason": "SIGCONT, SIGTERM"}),
-        ("restart", "restart", "stopped", {"reason": "time limit", "time_left": 500}),  # was raised
-        (STARTS, STARTS, "stopped", {"reason": "time limit", "starts": 3}),
-        ("restart", "restart", "exception", {}),
-        ("restart", "restart", "hang", {"crashes": 4}),
-        ("requeue", CRASHES, "hang", {"crashes": 5}),
-        ("requeue", CRASHES, "exception", {"failure": {"host": "n2"}, "crashes": 5}),
-        (STARTS, STARTS, "hang", {"crashes": 5, "starts": 3}),
-        (FIVE, FIVE, "disk", {"count": 6}),
-        (HELPLESS, HELPLESS, "NaN", {"signals": ["SIGTERM"]}),
-        (HELPLESS, HELPLESS, "configuration", {}),
-        (HELPLESS, HELPLESS, "in use", {}),
-        (ASKED, ASKED, "killed", {"signals": ["SIGINT"]}),
-        (ASKED, ASKED, "hang", {"signals": ["SIGTERM", "SIGINT"]}),
-        ("requeue", ASKED, "exception", {"signals": ["SIGUSR1"]}),
-        ("requeue", ASKED, "killed", {"stopping_since": 1}),  # at the time limit
-        # The node n2 is suspect from the second time on.
-        ("restart", "restart", "node lost", {"failure": LOST}),
-        ("requeue", "restart", "node lost", {"failure": LOST, "strikes": ["n2"]}),
-        ("spare", "spare", "node lost", {"failure": LOST, "strikes": ["n2"], **SPARE}),
-        (CRASHES, CRASHES, "node lost", {"crashes": 5, "starts": 3}),
-        ("restart", "restart", "hang", {"failure": HANG}),
-        ("requeue", "restart", "hang", {"failure": HANG, "strikes": ["n2"]}),
-        ("spare", "spare", "hang", {"failure": HANG, "strikes": ["n2"], **SPARE}),
-        ("spare", "spare", "exception", {"failure": {"host": "n2"}, "strikes": ["n2"], **SPARE}),
-        ("restart", "restart", "port", {"failure": {"host": "n2"}, "strikes": ["n2"], **SPARE}),
-        ("restart", "restart", "exception", {"failure": {"host": "n2"}, **SPARE}),
-        ("requeue", "restart", "exception", {"gpu": "n2"}),
-        ("spare", "spare", "configuration", {"gpu": "n2", **SPARE}),
-    ],
-)
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_the_decision_after_each_kind_of_end(
-    supervisor, monkeypatch, is_refused, decision, if_refused, cause, facts
-):
-    """What the table says."""
-    module, us = supervisor
-    facts = {**facts}
-    monkeypatch.setenv("MAX_RESTARTS", "5")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    us.job_nodes = us.nodes = ["n1", "n2"]
-    us.count, us.crashes, us.failure = 1, 1, {}
-    starts, left, gpu = (facts.pop(n, d) for n, d in (("starts", 1), ("time_left", 9), ("gpu", 0)))
-    us.starts_without = lambda *kinds: starts
-    us.time_left = lambda: left
-    us.record = lambda attempt: None
-    excluded = []
-    answer = "refused" if is_refused else "requeued"
-    monkeypatch.setattr(module, "requeue", lambda nodes: excluded.extend(nodes) or answer)
-    attempt = {"cause": cause, "reason": facts.pop("reason", ""), "events": []}
-    if gpu:
-        attempt["events"] = [{"event": "gpu_failed", "host": gpu}]
-    vars(us).update(facts)
-    us.refused = True  # earlier
-    assert us.decide(attempt) == (if_refused if is_refused else decision)
-    is_suspect = gpu or "strikes" in facts
-    assert excluded == (["n2"] if is_suspect and decision == "requeue" else [])
-    assert us.refused == (is_refused and decision == "requeue")
-
-
-def test_the_documentation_has_the_same_table():
-    page = (REPO / "docs/RELIABILITY.md").read_text()
-    for name, row in load(SUPERVISE).TABLE.items():
-        cells = (name, row.evidence, row.first, ", ".join(row.then), row.gives_up)
-        assert f"| {' | '.join(cells)} |".replace("|  ", "| ") in page, name
-
-
-STARTS_SLOWLY = "import time; time.sleep(30)"
-
-
-@pytest.mark.parametrize("kind", ["stops", "is killed"])
-def test_a_job_that_saves_no_new_step_in_three_starts_is_not_requeued(
-    tmp_path, fake, supervise, kind, job
-):
+def test_a_requeued_job_knows_its_earlier_starts(tmp_path, fake, supervise, job):
     """Its time is shorter than its start-up. scontrol stands for Slurm."""
-    command = [sys.executable, "-c", STARTS_SLOWLY]
-    if kind == "stops":
-        (tmp_path / "fake.py").write_text(FAKE.replace("saved_step=step", "saved_step=start"))
-        command = [*fake, tmp_path / "run"]
-    for start in range(4):
-        code, text = supervise(
-            *command, **job, MAX_DURATION="1", STOP_SECONDS="1", SLURM_RESTART_COUNT=str(start)
-        )
-        assert requeues(tmp_path) == min(start + 1, 2), text
+    (tmp_path / "fake.py").write_text(FAKE.replace("saved_step=step", "saved_step=start"))
+    for restarts in range(3):
+        end = time.strftime("%FT%T", time.localtime(time.time() + 3))
+        code, text = supervise(*fake, **job, END=end, SLURM_RESTART_COUNT=str(restarts))
+        assert requeues(tmp_path) == min(restarts + 1, 2), text
         gave_up = "in 3 starts of this job in a row, no new step was saved" in text
-        assert gave_up == (start >= 2), text
+        assert gave_up == (restarts == 2), text
 
 
 def test_a_training_that_does_not_stop_at_the_time_limit_is_killed_in_time_for_the_requeue(
@@ -693,13 +554,6 @@ def test_a_training_that_does_not_stop_at_the_time_limit_is_killed_in_time_for_t
     assert attempt["end"] < end + 9  # kill_command() takes some seconds if SIGTERM is ignored
 
 
-def test_a_job_that_saves_new_steps_is_requeued_without_a_limit(tmp_path, fake, supervise, job):
-    for start in range(4):
-        code, text = supervise(*fake, **job, MAX_DURATION="1", SLURM_RESTART_COUNT=str(start))
-        assert code == 0, text
-    assert requeues(tmp_path) == 4
-
-
 def test_the_command_that_resumes_does_not_stop_at_the_same_step_again(monkeypatch):
     module = load(SUPERVISE)
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
@@ -709,83 +563,86 @@ def test_the_command_that_resumes_does_not_stop_at_the_same_step_again(monkeypat
         assert module.how_to_resume() == "supervise.py 'my train' --lr=1"
 
 
-def test_restarts_without_progress_are_further_and_further_apart(supervisor, monkeypatch):
-    _, us = supervisor
-    monkeypatch.delenv("RESTART_PAUSE")
-    pauses = []
-    for us.crashes in range(6):  # 0: it has made progress
-        pauses.append(us.pause())
-    assert pauses == [10, 10, 30, 90, 300, 300]
-
-
 def test_a_stop_request_ends_the_pause(tmp_path, start):
     hook = f"cat >>{tmp_path}/events; echo >>{tmp_path}/events"
     process = start(*CRASH, RESTART_PAUSE="1000", ON_EVENT=hook)
-    assert "Restart 1 of 10 in 1000 s" in process.stdout.readline()
+    assert "Restart 1 in 1000 s" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     text, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and ASKED in text
+    assert process.returncode == 1 and "stopped (SIGTERM)" in text
     (event,) = (tmp_path / "events").read_text().splitlines()  # what has happened
-    assert json.loads(event)["next"] == ASKED
+    assert json.loads(event)["next"] == "stop"
 
 
 @pytest.mark.parametrize(
-    ("answers", "is_done", "exit_code"),
+    "answers",
+    [["no answer", "no answer", "requeued"], ["no answer", "refused"], ["failed"] * 30, ["ended"]],
+)
+def test_a_requeue_is_tried_until_slurm_answers(supervisor, monkeypatch, answers):
+    module, us = supervisor
+    monkeypatch.setattr(module, "REQUEUE_SECONDS", 0)
+    monkeypatch.setattr(module, "requeue", lambda *_: answers.pop(0))
+    last = answers[-1]
+    assert us.requeue(()) == last and not answers
+
+
+@pytest.mark.parametrize(
+    ("action", "cause", "was_refused", "stopped_code", "expected"),
     [
-        (["no answer", "no answer", "requeued"], True, 0),
-        (["no answer", "refused"], False, 1),
-        (["failed"] * 30, False, 1),
-        (["ended"], False, 0),  # scancel
+        ("finish", "ended", False, "75", 0),
+        ("requeue", "killed", False, "75", 0),
+        ("stop", "stopped", False, "75", 75),
+        ("stop", "stopped", False, "", 0),
+        ("stop", "stopped", True, "", 1),
+        ("stop", "killed", False, "75", 1),
+        ("give up", "hang", False, "", 1),
+        ("give up", "NaN", False, "", 2),
     ],
 )
-def test_a_requeue_is_tried_until_slurm_answers(
-    supervisor, monkeypatch, answers, is_done, exit_code
-):
-    module, us = supervisor
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(module, "REQUEUE_SECONDS", 0)
-    monkeypatch.setattr(module, "requeue", lambda _: answers.pop(0))
-    assert (us.obstacle_to_requeue({"cause": "stopped"}, []) is None) == is_done and not answers
-    assert us.exit_code("requeue" if is_done else "stop", "stopped") == exit_code
+def test_the_exit_code(monkeypatch, action, cause, was_refused, stopped_code, expected):
+    monkeypatch.setenv("STOPPED_EXIT_CODE", stopped_code)
+    decision = Decision(cause, "", (), action, 0, "")
+    assert load(SUPERVISE).exit_code(decision, was_refused) == expected
+
+
+def test_the_reports_of_the_hosts_are_read(supervisor, tmp_path):
+    """Whoever wrote them: names with or without a domain, times, files that are damaged."""
+    _, us = supervisor
+    lost = {"cause": "node lost", "reason": "no", "host": "n1", "started_hosts": ["n1.site", "n3"]}
+    named = {"cause": "hang", "reason": 'a "b"', "host": "n2.site", "time": 5, "rank": 1}
+    contents = [lost, {**named, "hosts": ["n3.site"]}, {**lost, "hosts": 3}, {"cause": 1}, []]
+    for number, content in enumerate(contents):
+        (tmp_path / f"FAILURE_FILE.n{number}").write_text(json.dumps(content))
+    (tmp_path / "FAILURE_FILE").write_text('{"cause": "ha')
+    first, *reports = us.reports(["n1", "n2", "n3"], 1)
+    assert first[:2] == ("killed", "its report cannot be read") and first.hosts == ()
+    assert reports[0].hosts == ("n2",) and reports[0].time > 5
+    assert reports[1] == ("hang", 'a "b"', "n2", ("n3",), 1, 5)
+    assert [report.cause for report in reports[2:]] == ["node lost", "killed", "killed"]
+    assert [report.hosts for report in reports[3:]] == [(), ()]
 
 
 def test_a_file_shows_the_progress_of_a_script_without_a_status(supervisor, monkeypatch, tmp_path):
     module, _ = supervisor
-    attempt = {"world_size": None, "start": 0, "end": 1000}
-    assert module.progress(attempt, 0) == "time"
+    attempt = Attempt((), 1, end=1000)
+    facts = {"world_size": None, "start": 0}
+    assert module.progress(attempt, facts, 0) == "time"
     monkeypatch.setenv("PROGRESS_FILE", f"{tmp_path}/**/*.pt")
     before = module.last_change()
-    assert module.progress(attempt, before) == ""
+    assert module.progress(attempt, facts, before) == ""
     (tmp_path / "epoch 1").mkdir()
     (tmp_path / "epoch 1/model.pt").touch()
-    assert module.progress(attempt, before) == "file"
+    assert module.progress(attempt, facts, before) == "file"
 
 
-def test_starts_that_show_no_progress_end(supervisor):
+@pytest.mark.parametrize(("seconds", "reserve"), [("", 120), ("1000", 1000)])
+def test_the_time_for_a_save_is_kept_before_each_limit(supervisor, monkeypatch, seconds, reserve):
     _, us = supervisor
-    records = [{"attempt": f"{us.job}.{n}001", "end": 1, "progress": "time"} for n in range(12)]
-    us.log_records = lambda: records
-    assert us.starts_without("step", "file", "time") == 0
-    assert us.starts_without("step", "file") == 12
-    records[5]["progress"] = "file"
-    assert us.starts_without("step", "file") == 6
-
-
-def test_the_end_of_the_job_is_asked_again_and_kept_if_slurm_does_not_answer(
-    supervisor, monkeypatch
-):
-    module, us = supervisor
-    now = time.time()
-    for answer, left, reserve in (
-        (now + 10_000, 9_880, ""),
-        (now + 5_000, 4_880, ""),  # scontrol update TimeLimit
-        (None, 4_880, ""),
-        (None, 4_000, "1000"),
-    ):
-        monkeypatch.setattr(module, "end_of_job", lambda answer=answer: answer)
-        monkeypatch.setenv("RESERVE_SECONDS", reserve)
-        us.asked_at = 0
-        assert us.time_left() == pytest.approx(left, abs=10)
+    monkeypatch.setenv("RESERVE_SECONDS", seconds)
+    us.requests.ends = {END: us.requests.began + 5000, "DEADLINE": us.requests.began + 9000}
+    left = us.requests.seconds_left()
+    assert left[END] == pytest.approx(5000 - reserve, abs=60)
+    assert left["DEADLINE"] == pytest.approx(9000 - reserve, abs=60)
 
 
 # ----------------------------------------------------------------------- the state of Slurm, PBS
@@ -808,7 +665,36 @@ def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(
     if program:
         (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{program}\n")
         (tmp_path / "scontrol").chmod(0o755)
-    assert scheduler.requeue() == answer
+    assert scheduler.requeue([], []) == answer
+
+
+def test_one_question_finds_the_nodes_that_cannot_start_the_program(monkeypatch, tmp_path):
+    """A stand-in for srun. No answer, or one from no node, says nothing about a node."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    for text, lost in (
+        ("echo n1; echo n3; exit 2", ["n2"]),
+        ("exit 0", []),
+        ("echo no controller >&2; exit 1", []),
+    ):
+        write_program(tmp_path / "bin/srun", f"echo >>{tmp_path}/questions\n{text}")
+        assert scheduler.lost_nodes("train", ["n1", "n2", "n3"]) == lost
+    write_program(tmp_path / "bin/sinfo", "echo n1 idle; echo n2 'down*'; echo n3 idle")
+    assert scheduler.lost_nodes("train", ["n1", "n2", "n3"]) == ["n2"]
+    assert (tmp_path / "questions").read_text() == 4 * "\n"
+
+
+def test_cleared_nodes_are_used_again_and_those_of_the_user_are_not(monkeypatch, tmp_path):
+    """scontrol stands for Slurm."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    answers = """case "$*" in
+      "show job"*) echo JobState=RUNNING ExcNodeList=n[1-2],n9 ;;
+      "show hostnames"*) printf 'n1\nn2\nn9\n' ;;
+      update*) echo "$3" >>"$0.updates" ;;
+    esac"""
+    write_program(tmp_path / "bin/scontrol", answers)
+    assert scheduler.requeue(["n2", "n3"], ["n1", "n2", "n3"]) == "requeued"
+    assert (tmp_path / "bin/scontrol.updates").read_text() == "ExcNodeList=n9,n2,n3\n"
 
 
 @pytest.mark.parametrize(
@@ -836,7 +722,7 @@ import json, os, sys
 env = os.environ
 failures = json.loads(sys.argv[1])
 with open(env["NODES_FILE"], "w") as file:
-    file.write("n1.site\\nn2.site\\nn3.site")
+    json.dump({"given": ["n1.site", "n2.site", "n3.site"], "used": ["n1.site", "n2.site"]}, file)
 number = int(env["ATTEMPT"])
 print("attempt", number, "without", env.get("EXCLUDED_NODES"), flush=True)
 if number > len(failures):
@@ -846,16 +732,16 @@ with open(env["FAILURE_FILE"], "w") as file:
     json.dump(failure, file)
 sys.exit(1)
 """
-SILENT = {"silent_hosts": ["n2"]}
+SILENT = {"hosts": ["n2"]}
 
 
 def test_a_node_that_did_not_answer_in_two_hangs_is_replaced_by_a_spare(tmp_path, supervise):
     command = [sys.executable, "-c", LAUNCHER, json.dumps([SILENT, SILENT])]
     code, text = supervise(*command, NNODES="2")
     assert code == 0, text
-    assert "attempt 2 without None\n" in text and "attempt 3 without n2.site\n" in text
-    events = [attempt["events"] for attempt in attempts(tmp_path)]
-    assert events == [[], [], []]
+    assert "attempt 2 without \n" in text and "attempt 3 without n2.site\n" in text
+    records = [(record["next"], record["hosts"][1]) for record in attempts(tmp_path)]
+    assert records == [("restart", "n2.site"), ("leave out", "n2.site"), ("finish", "n2.site")]
     assert names_in(tmp_path / "logs") == ["attempts.jsonl"]
 
 
@@ -868,96 +754,8 @@ def supervisor(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("LOG_DIR", str(tmp_path))
     us = module.Supervisor(["true"])
-    us.files, us.failure = tmp_path, {}
+    us.files = tmp_path
     return module, us
-
-
-def left_out_after(us, *failures, nnodes: int = 1) -> list[str]:
-    """The hosts left out after attempts of a launcher with three hosts that failed like this."""
-    us.wanted, us.launcher_hosts = nnodes, ["n1.site", "n2.site", "n3.site"]
-    us.record = lambda attempt: None
-    for failure in failures:
-        us.failure = failure
-        events = [{"event": "gpu_failed", "host": failure["gpu"]}] if "gpu" in failure else []
-        attempt = {"cause": failure.get("cause", "hang"), "events": events, "world_size": 4}
-        us.crashes = us.count = 1
-        us.decide({**attempt, "reason": "", "saved_step": 0, "start_step": 0})
-    return us.left_out
-
-
-@pytest.mark.parametrize(
-    ("failures", "nnodes", "expected"),
-    [
-        ([SILENT] * 2, 2, ["n2.site"]),
-        ([SILENT] * 3, 3, []),  # no spare
-        ([SILENT] * 3, 0, []),  # no NNODES
-        ([{"silent_hosts": ["n2", "n3"]}] * 3, 1, []),
-        ([{"silent_hosts": ["n9"]}] * 3, 1, []),  # another host
-        ([SILENT] * 2 + [{"silent_hosts": ["n3"]}] * 3, 2, ["n2.site"]),  # the spare is in use
-        # The last node is not left out.
-        ([{"gpu": "n1"}, {"gpu": "n2"}, {"gpu": "n3"}], 1, ["n1.site", "n2.site"]),
-    ],
-)
-def test_a_node_is_left_out_only_for_certain_evidence_and_if_there_is_a_spare(
-    supervisor, failures, nnodes, expected
-):
-    _, us = supervisor
-    assert left_out_after(us, *failures, nnodes=nnodes) == expected
-
-
-def test_no_node_is_left_out_for_errors_without_evidence(supervisor):
-    _, us = supervisor
-    failures = [
-        {"cause": "port", "reason": "cannot reach", "host": "n2", "rank": 3},
-        {"cause": "configuration", "reason": "no such file", "host": "n2"},
-        {"cause": "hang", "reason": "rank 3 is at", "host": "n1", "silent_hosts": []},
-        {},  # killed
-    ]
-    assert left_out_after(us, *failures * 4) == []
-
-
-@pytest.mark.parametrize(
-    ("reporting", "expected"),
-    [(["n1"], "configuration"), (["n2"], "node lost"), (["n1", "n2"], "configuration")],
-)
-def test_a_user_error_of_one_other_node_alone_is_that_nodes(supervisor, reporting, expected):
-    """A mount, Python or a package is missing there."""
-    _, us = supervisor
-    us.job_nodes = ["n1", "n2", "n3"]
-    for host in reporting:
-        failure = {"cause": "configuration", "reason": "no torch", "host": host}
-        (us.files / f"FAILURE_FILE.{host}").write_text(json.dumps(failure))
-    us.failure = failure
-    assert us.cause(2, {})[0] == expected
-    assert sorted(us.evidence("node lost")) == reporting
-
-
-def test_the_node_whose_ranks_never_came_is_found(supervisor):
-    _, us = supervisor
-    us.job_nodes = ["n1", "n2", "n3"]
-    us.failure = {"cause": "node lost", "reason": "ranks 2-3", "host": "n1", "rank": 0}
-    us.failure["started_hosts"] = ["n1.site", "n3.site"]
-    assert us.cause(2, {})[0] == "node lost" and us.evidence("node lost") == ["n2"]
-
-
-def test_the_node_that_does_not_start_the_program_is_found(supervisor, monkeypatch, tmp_path):
-    """A stand-in for srun, which exits with 2 if a node cannot execute the program."""
-    _, us = supervisor
-    write_program(tmp_path / "bin/srun", 'case "$*" in *=n2*) exit 2;; esac')
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    us.job_nodes = us.nodes = ["n1", "n2", "n3"]
-    us.command = ["srun", "--export=ALL", "scripts/cluster_train.sh"]
-    assert us.cause(2, {})[0] == "node lost" and us.evidence("node lost") == ["n2"]
-    us.nodes = ["n1", "n3"]
-    assert us.lost_nodes() == []
-
-
-def test_all_nodes_are_asked_together_whether_they_start_the_program(monkeypatch, tmp_path):
-    """The stand-in for srun answers once it has been started for both nodes."""
-    wait = f"until set -- {tmp_path}/[0-9]*; [ $# = 2 ]; do sleep 0.1; done"
-    write_program(tmp_path / "bin/srun", f"touch {tmp_path}/$$; {wait}")
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    assert scheduler.nodes_without("train", ["n1", "n2"]) == []  # it gives each 20 s
 
 
 @pytest.mark.parametrize(("name", "is_reached"), [("srun", False), ("python", True)])
@@ -977,18 +775,10 @@ def test_only_srun_is_told_the_nodes_and_the_master(supervisor, monkeypatch):
     _, us = supervisor
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     us.job_nodes = us.nodes = ["n1", "n2"]
-    assert us.command_on_nodes() == ["true"] and "MASTER_ADDR" not in us.environment()
+    assert us.command_on_nodes() == ["true"] and "MASTER_ADDR" not in us.environment(1)
     us.command = ["srun", "x"]
     assert us.command_on_nodes() == ["srun", "--nodes=2", "--nodelist=n1,n2", "x"]
-    assert us.environment()["MASTER_ADDR"] == "n1" and us.environment()["MASTER_PORT"]
-
-
-def test_the_nodes_beyond_nnodes_are_spares():
-    module = load(SUPERVISE)
-    assert module.choose_nodes(["a", "b", "c"], [], 2) == ["a", "b"]
-    assert module.choose_nodes(["a", "b", "c"], ["a"], 2) == ["b", "c"]
-    assert module.choose_nodes(["a", "b", "c"], ["a", "b"], 2) == ["a", "b"]  # too few are left
-    assert module.choose_nodes(["a", "b"], ["a"], 0) == ["b"]
+    assert us.environment(1)["MASTER_ADDR"] == "n1" and us.environment(1)["MASTER_PORT"]
 
 
 @pytest.mark.parametrize(

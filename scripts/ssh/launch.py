@@ -10,6 +10,7 @@ and it starts pbsdsh instead. SIGQUIT (Ctrl-\\) makes all ranks print their stac
 Exit code: that of the first node that failed (255: ssh); 2 user error; 130 after a second Ctrl-C.
 """
 
+import json
 import math
 import os
 import random
@@ -94,10 +95,13 @@ def main():
             fail(f"{program} is not installed here")
 
     hosts = choose_hosts(given, way)
+    nodes_file = os.environ.get("NODES_FILE")
+    if nodes_file:  # for supervise.py
+        with suppress(OSError), open(nodes_file, "w") as file:
+            json.dump({"given": given, "used": hosts}, file)
     master = os.environ.get("MASTER_ADDR") or hosts[0]
     port = os.environ.get("MASTER_PORT") or str(random.randrange(15000, 30000))
     os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
-    os.environ.setdefault("STORE_KEY", os.urandom(8).hex())  # see scripts/guard.py
     signals = record_signals()
     nodes = []
     for rank, host in enumerate(hosts):
@@ -229,10 +233,6 @@ def choose_hosts(given, way):
         count = len(given)
         fail(f"NNODES is '{nnodes}', not a number from 1 to {count}, the number of hosts")
     wanted = int(nnodes)
-    nodes_file = os.environ.get("NODES_FILE")
-    if nodes_file:  # for supervise.py
-        with suppress(OSError), open(nodes_file, "w") as file:
-            file.write("\n".join(given) + "\n")
     excluded = os.environ.get("EXCLUDED_NODES", "").split(",")
     hosts = [host for host in given if host not in excluded]
     if len(hosts) < max(1, wanted):
