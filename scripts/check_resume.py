@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from check_resume_notes import PLAN, Recorder, checksum, read, total
+from check_resume_notes import PLAN, Recorder, checksum, parameters_of, read, total
 from processes import kill_descendants, prctl
 from report import end_now, format_ranges
 
@@ -88,7 +88,8 @@ class Rehearsal(Recorder):
         return 0 if is_random else super().fingerprint(value)
 
     def state(self) -> dict:
-        gradients = [each.grad for each in self.states() if each.grad is not None]
+        own = parameters_of(self.main())  # other optimizers may have old ones
+        gradients = [each.grad for each in own if each.grad is not None]
         gradient = total(checksum(each, self.elements) for each in gradients)
         return {**super().state(), "gradient": gradient, "random": checksum(torch.get_rng_state())}
 

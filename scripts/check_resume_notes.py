@@ -138,11 +138,12 @@ class Recorder:
             rows = [self.attempt, self.steps, *self.used.of_pass]
             self.file.with_suffix(".rows").write_text(json.dumps(rows))
 
-    def on_step(self, optimizer, *_) -> None:
-        """Any optimizer's step() begins."""
+    def on_step(self, optimizer, arguments: tuple, more: dict) -> None:
+        """Any optimizer's step() begins. A closure, as Lightning's, makes the gradients in it."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        if self.main() is None and has_gradient(optimizer):
+        has_closure = any(map(callable, (*arguments[1:], *more.values())))
+        if self.main() is None and (has_closure or has_gradient(optimizer)):
             self.main = weakref.ref(optimizer)
         if self.main() is optimizer:
             self.on_main_step()

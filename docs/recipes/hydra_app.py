@@ -46,6 +46,7 @@ def main(cfg):
     ddp = DistributedDataParallel(model)
     stop = torch.zeros(1)
     while step < cfg.steps and not stop:
+        torch.manual_seed(step * dist.get_world_size() + dist.get_rank())  # other data per rank
         inputs = torch.randn(64, 10)  # instead, load your data
         loss = (ddp(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()

@@ -13,6 +13,29 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 
+class Loader(DataLoader):
+    """Lightning saves and loads its state; a DataLoader would begin again in the middle of an epoch.
+
+    With shuffle=True, give it a sampler whose order depends on the epoch only.
+    """
+
+    batches = 0  # that were read in this epoch
+    skip = 0
+
+    def __iter__(self):
+        skip, self.skip, self.batches = self.skip, 0, 0
+        for batch in super().__iter__():
+            self.batches += 1
+            if self.batches > skip:
+                yield batch
+
+    def state_dict(self):
+        return {"batches": self.batches % len(self)}
+
+    def load_state_dict(self, state):
+        self.skip = state["batches"]
+
+
 class StopTogether(Callback):
     """After SIGTERM or SIGUSR1 to any rank, all ranks save after the same step, and stop."""
 
@@ -57,7 +80,7 @@ def main():
         logger=False,
         enable_checkpointing=False,
     )
-    loader = DataLoader(RandomDataset(32, 6400), batch_size=8)  # instead, load your data
+    loader = Loader(RandomDataset(32, 6400), batch_size=8)  # instead, load your data
     trainer.fit(BoringModel(), loader, ckpt_path=path if path.exists() else None)
     if trainer.is_global_zero:
         print(f"at step {trainer.global_step}")
