@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from harness import REPO, processes_by_kind, steps_of, wait_for_step, wait_until
+from harness import REPO, newest_in, processes_by_kind, steps_of, wait_for_step, wait_until
 
 REPEATS = int(os.environ.get("REPEATS", 1))
 STEPS = 70  # of the whole training
@@ -66,8 +66,7 @@ class Training:
         return 0
 
     def weights(self) -> dict:
-        path = self.run / "checkpoint_epoch_15.pt"
-        return torch.load(path, weights_only=True)["model"]
+        return newest_in(self.run)["model"]
 
     def kill_all(self) -> None:
         for pids in self.members().values():

@@ -169,11 +169,10 @@ class Result:
 
     def saved(self) -> list[int]:
         """The steps of its checkpoints."""
-        paths = self.directory.glob("checkpoint_step_*.pt")
-        return sorted(int(path.stem.rpartition("_")[2]) for path in paths)
+        return [int(path.stem.rpartition("_")[2]) for path in saves_in(self.directory)]
 
     def newest(self) -> dict:
-        return self.checkpoint(self.saved()[-1])
+        return newest_in(self.directory)
 
     def status(self) -> dict:
         return json.loads((self.directory / "status.json").read_text())
@@ -191,6 +190,16 @@ class Result:
                 assert steps.setdefault(step, {}).setdefault(micro, ids) == ids
         assert steps, "nothing was recorded"
         return steps
+
+
+def saves_in(directory: Path) -> list[Path]:
+    """Its checkpoints, by step."""
+    paths = directory.glob("checkpoint_step_*.pt")
+    return sorted(paths, key=lambda path: int(path.stem.rpartition("_")[2]))
+
+
+def newest_in(directory: Path) -> dict:
+    return torch.load(saves_in(directory)[-1], map_location="cpu", weights_only=True)
 
 
 def write_mnist(root: Path, train: int, test: int) -> Path:

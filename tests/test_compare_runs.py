@@ -91,7 +91,7 @@ def test_the_last_record_of_a_step_counts_nan_equals_nan_and_damaged_lines_are_s
 
 
 def test_the_first_tensor_that_differs_is_found(run, tmp_path, compare):
-    path = run / "checkpoint_epoch_2.pt"
+    path = run / "checkpoint_step_51.pt"
     content = torch.load(path, weights_only=True)
     content["config"]["lr"] = 0.1  # options are not compared
     content["run_id"] = "another run"
@@ -144,7 +144,7 @@ def test_options_that_differ_are_named_first(run, tmp_path, compare):
     first, second = out.splitlines()
     assert first == f"Options that differ: lr {lr} in A, 0.7 in B"
     assert code == 0 and second.startswith("Equal: ")
-    checkpoint = run / "checkpoint_epoch_2.pt"
+    checkpoint = run / "checkpoint_step_51.pt"
     content = torch.load(checkpoint, weights_only=True)
     content["config"]["seed"] += 1
     torch.save(content, tmp_path / "other.pt")
@@ -156,7 +156,7 @@ def test_user_errors_are_one_sentence(tmp_path, run, compare):
     (tmp_path / "empty").mkdir()
     write(tmp_path / "no_records.jsonl", [{"kind": "train", "loss": 1}])
     write(tmp_path / "later.jsonl", [{"kind": "train", "step": 99}])
-    checkpoint = run / "checkpoint_epoch_1.pt"
+    checkpoint = run / "checkpoint_step_26.pt"
     damaged = tmp_path / "damaged.pt"
     shutil.copy(checkpoint, damaged)
     with damaged.open("r+b") as file:

@@ -35,7 +35,7 @@ def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
     accuracy = float(re.search(r"test_accuracy ([\d.]+)", first.stdout)[1])
     assert accuracy > 0.8
     assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "checkpoint_epoch_1.pt").exists() and (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "best.pt").exists() and (tmp_path / "metrics.jsonl").exists()
     assert "Next:\n" in first.stdout
     again = run(quickstart, "--epochs=1", **env)
     assert again.returncode == 0 and " at step 47, to step 47\n" in again.stdout

@@ -157,7 +157,7 @@ def test_two_jobs_on_one_node_do_not_interfere(cluster, repo, tmp_path, options)
     for name, job in zip("ab", jobs, strict=True):
         code, text = cluster.end_of_job(job)
         assert code == 0, text
-        assert (tmp_path / name / "checkpoint_epoch_1.pt").exists(), text
+        assert (tmp_path / name / "best.pt").exists(), text
 
 
 @pytest.mark.long

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from harness import LONG, SLOW_DISK, assert_same_state, train
+from harness import LONG, SLOW_DISK, assert_same_state, newest_in, train
 
 TORCHRUN, SRUN = "run_distributed.slurm", "slurm_train_multinode.sh"
 EPOCHS = 30 if LONG else 12  # of 5 steps: long enough to interrupt
@@ -25,7 +24,7 @@ def long_options(tiny):
 @pytest.fixture(scope="session")
 def untouched(tmp_path_factory, long_options):
     run = train(tmp_path_factory.mktemp("untouched") / "run", 4, *long_options, timeout=600)
-    return run.checkpoint(f"checkpoint_epoch_{EPOCHS}")
+    return run.newest()
 
 
 @pytest.fixture
@@ -95,8 +94,7 @@ class Job:
 
 
 def assert_same_end(job, untouched) -> None:
-    end = torch.load(job.run / f"checkpoint_epoch_{EPOCHS}.pt", weights_only=True)
-    assert_same_state(end, untouched)
+    assert_same_state(newest_in(job.run), untouched)
     assert job.status()["state"] == "finished"
 
 
@@ -401,8 +399,7 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     assert len(causes) > 1 and set(causes[:-1]) == {("stopped", "time limit")}
     assert sum(attempt["recomputed"] for attempt in job.attempts()) == 0
     straight = train(tmp_path / "straight", 4, *options, timeout=600)
-    end = torch.load(job.run / "checkpoint_epoch_120.pt", weights_only=True)
-    assert_same_state(end, straight.checkpoint("checkpoint_epoch_120"))
+    assert_same_state(newest_in(job.run), straight.newest())
 
 
 # Does not stop before it is killed; when the job is started again, it ends.
@@ -461,5 +458,4 @@ def test_a_job_with_a_disconnected_node_is_requeued_and_ends_the_same(
         subprocess.run([*on, "ip", "link", "set", "node02", "up"], env=lossy.env, check=True)
     assert job.end() == "COMPLETED", job.output()
     straight = train(tmp_path / "straight", 4, *options, timeout=600)
-    end = torch.load(job.run / "checkpoint_epoch_20.pt", weights_only=True)
-    assert_same_state(end, straight.checkpoint("checkpoint_epoch_20"))
+    assert_same_state(newest_in(job.run), straight.newest())

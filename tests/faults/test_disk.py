@@ -19,14 +19,10 @@ def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(tiny, sma
     straight = train(tmp_path / "straight", 2, *options)
     run = train(run_directory, 2, *options, before=free)
     (warning,) = run.err[0].splitlines()
-    begin = f"WARNING: cannot write {run_directory}/checkpoint_step_9.pt; is the disk full? ("
-    assert warning.startswith(begin)
-    assert warning.endswith("No space left on device)")
-    assert run.checkpoints() == {
-        *("checkpoint_step_3", "checkpoint_step_6", "checkpoint_step_12", "checkpoint_epoch_1")
-    }
-    assert not list(run_directory.glob(".*.tmp"))
-    for name in ("checkpoint_step_6", "checkpoint_step_12", "checkpoint_epoch_1"):
-        assert_same_state(run.checkpoint(name), straight.checkpoint(name))
+    assert "checkpoint_step_9.pt" in warning and "No space left on device" in warning
+    assert run.saved() == [3, 6, 12, 13]
+    assert {path.suffix for path in run_directory.glob(".*")} == set()
+    for step in (6, 12, 13):
+        assert_same_state(run.checkpoint(step), straight.checkpoint(step))
     ours, theirs = ([r["loss"] for r in x.records("train")] for x in (run, straight))
     assert ours == theirs

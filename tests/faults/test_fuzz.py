@@ -66,8 +66,6 @@ def good_values():
             texts = [""]
         elif action.choices:
             texts = list(action.choices)
-        elif action.type is trainer.not_negative:
-            texts = ["0", "0.5", "1"]
         for name in action.option_strings:
             good[name] = texts
     for name in ("-h", "--help"):
