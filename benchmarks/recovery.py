@@ -89,7 +89,7 @@ class Training:
         return None
 
     def time_of_restart(self) -> float | None:
-        return next((when for when, line in self.lines if "Restart 1 of" in line), None)
+        return next((when for when, line in self.lines if "Restart 1 in" in line), None)
 
     def last_rank(self) -> int:
         """The process id of the last rank on this machine."""

@@ -178,8 +178,9 @@ def decide(attempt, history, limits):
 def stops(attempt, limits):
     """The requests to stop that are valid: those made since the job was submitted."""
     found = [kind for kind, time in attempt.requests.items() if time >= limits.submitted]
-    if attempt.of_ranks and attempt.exit_code in CLEAN and not attempt.reports:
-        found.append(attempt.of_ranks)  # with a report, srun has sent it: a rank had failed
+    is_clean = attempt.exit_code in CLEAN and not attempt.reports
+    if attempt.of_ranks and is_clean and not found:
+        found = [attempt.of_ranks]  # with a report, srun has sent it: a rank had failed
     is_orphan = attempt.stopped_by == "SIGTERM" and attempt.exit_code in (-9, 255)
     if attempt.state == "stopped" and not found and not is_orphan:  # of a launcher that was lost
         found = attempt.stopped_by.split(", ")  # "" after --stop-at-step

@@ -101,7 +101,6 @@ from scheduler import (
 )
 
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
-OF_NO_HOST = ("hang", "node lost", "port", "NaN", "in use")  # without the name of one at fault
 USER_ERRORS = ("configuration", "NaN")
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 
@@ -282,8 +281,9 @@ class StopRequests:
         for limit, seconds in self.seconds_left().items():
             if seconds <= 0:
                 self.made.setdefault(limit, time.time())
-        with suppress(OSError):
-            self.made["STOP"] = os.stat(f"{run_dir}/STOP").st_mtime
+        if run_dir:
+            with suppress(OSError):
+                self.made["STOP"] = os.stat(f"{run_dir}/STOP").st_mtime
 
     def kill_time(self):
         """When a training that was asked to stop is killed: in time for a requeue."""
@@ -395,7 +395,7 @@ class Supervisor:
         end = time.monotonic() + seconds
         self.requests.look(self.run_dir)
         while time.monotonic() < end and not self.asked():
-            time.sleep(0.2)
+            time.sleep(min(1, seconds))
             self.requests.look(self.run_dir)
         return bool(self.asked())
 
@@ -740,9 +740,7 @@ def read_report(file, hosts):
     facts = read_json(file)
     host = facts.get("host") or file.name.partition("FAILURE_FILE.")[2] or "a host"
     try:
-        named = facts.get("hosts", facts.get("silent_hosts"))
-        if named is None:
-            named = [] if facts["cause"] in OF_NO_HOST else [host]
+        named = facts.get("hosts", facts.get("silent_hosts", ()))
         if "started_hosts" in facts:
             came = [name_among(hosts, name) for name in facts["started_hosts"]]
             named = [name for name in hosts if name not in came]

@@ -114,6 +114,10 @@ HISTORIES = [
     ("a limit that is near", slurm(seconds={END: 100}), [TIME_UP], "requeue", ""),
     ("during imports", slurm(), [at(code=-15, of_ranks="SIGTERM")], "requeue", "stopped: SIGTERM"),
     ("the ranks only: SIGUSR1", slurm(), [at(code=0, of_ranks="SIGUSR1")], "requeue", "stopped"),
+    ("its STOP_FILE names it, too", slurm(), [stopped("SIGTERM", of_ranks="SIGTERM")], "requeue", "stopped: SIGTERM. The"),
+    ("other codes after a stop", slurm(), [stopped("SIGUSR1", state="", exit_code=-10)], "requeue", "stopped: SIGUSR1"),
+    ("SIGHUP", slurm(), [stopped("SIGHUP", state="", exit_code=-1)], "stop", "stopped (SIGHUP)"),
+    ("the ranks stopped, it crashed", job(), [at(code=1, state="stopped", stopped_by="SIGTERM")], "stop", "stopped"),
     ("the ranks only: SIGINT", slurm(), [at(code=0, of_ranks="SIGINT")], "stop", "stopped"),
     ("srun ends the others", slurm(), [at(code=1, of_ranks="SIGTERM")], "restart", "killed"),
     ("srun ends them, a report", slurm(), [OOPS._replace(exit_code=-15, of_ranks="SIGTERM")], "restart", "exception"),
@@ -150,7 +154,7 @@ HISTORIES = [
     ("MAX_RESTARTS=0, with progress", slurm(max_restarts=0), [SAVED], "give up", "MAX_RESTARTS=0"),
     ("MAX_RESTARTS=0, preempted", slurm(max_restarts=0), [PREEMPTED], "requeue", ""),
     ("ten minutes each time", job(max_restarts=3), [at(progress="time")] * 4, "3 restart, give up", "MAX_RESTARTS=3"),
-    ("killed", job(), [KILLED], "restart", "killed: by SIGKILL: out of memory"),
+    ("killed", job(), [KILLED], "restart", "did not stop in time. Restart 1 in 10 s"),
     ("a limit of CPU time", job(), [at(code=-24)], "restart", "CPU time limit exceeded"),
     ("a pipe hides the code", job(), [at(code=0, state="running")], "restart", "status is running"),
     ("it says that it failed", job(), [at(code=0, state="failed")], "restart", "status is failed"),
@@ -222,7 +226,7 @@ def test_what_follows(history):
         count, action = re.fullmatch(r"(\d*) ?(.*)", text).groups()
         wanted += [action] * int(count or 1)
     assert [" ".join([d.action, *d.suspects]) for d in decisions] == wanted, decisions[-1]
-    assert part in decisions[-1].sentence
+    assert part in decisions[-1].sentence and "None" not in decisions[-1].sentence
 
 
 BY_YOU = ["SIGINT", "SIGHUP", "STOP", "DEADLINE", "MAX_DURATION", "scancel"]
@@ -267,7 +271,7 @@ def random_attempt(rng, hosts, restarts, stops, progress):
     )
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(100))
 def test_whatever_happens(seed):
     """Never more hosts left out than can be spared, a request always obeyed, always an end."""
     rng = random.Random(seed)

@@ -217,7 +217,7 @@ is_first = os.environ["ATTEMPT"] == "1" and "SLURM_RESTART_COUNT" not in os.envi
 if os.environ["MODE"] == "waits" and is_first:
     time.sleep(1000)
 if os.environ["MODE"] == "hangs" and host == bad.read_text():
-    failure = {"cause": "hang", "reason": "no answer", "host": host, "silent_hosts": [host]}
+    failure = {"cause": "hang", "reason": "no answer", "host": host, "hosts": [host]}
     pathlib.Path(os.environ["FAILURE_FILE"]).write_text(json.dumps(failure))
     sys.exit(1)
 """
@@ -396,7 +396,7 @@ def test_a_job_out_of_time_saves_is_requeued_and_ends_the_same(
     job = Job(cluster, repo, tmp_path / "run", style, options, "--time=1")
     assert job.wait(lambda: job.facts()["JobState"] == "COMPLETED", 600)
     causes = [(attempt["cause"], attempt["reason"]) for attempt in job.attempts()]
-    assert len(causes) > 1 and set(causes[:-1]) == {("stopped", "time limit")}
+    assert len(causes) > 1 and set(causes[:-1]) == {("stopped", "the end of the job's time")}
     assert sum(attempt["recomputed"] for attempt in job.attempts()) == 0
     straight = train(tmp_path / "straight", 4, *options, timeout=600)
     assert_same_state(newest_in(job.run), straight.newest())
