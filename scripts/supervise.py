@@ -101,6 +101,8 @@ from scheduler import (
 )
 
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
+# Without the hosts at fault, a report of these is evidence against its host.
+OWN_FAULTS = ("configuration", "exception", "killed", "out of memory")
 USER_ERRORS = ("configuration", "NaN")
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 
@@ -740,7 +742,8 @@ def read_report(file, hosts):
     facts = read_json(file)
     host = facts.get("host") or file.name.partition("FAILURE_FILE.")[2] or "a host"
     try:
-        named = facts.get("hosts", facts.get("silent_hosts", ()))
+        own = [host] if facts["cause"] in OWN_FAULTS else []
+        named = facts.get("hosts", facts.get("silent_hosts", own))
         if "started_hosts" in facts:
             came = [name_among(hosts, name) for name in facts["started_hosts"]]
             named = [name for name in hosts if name not in came]
