@@ -51,11 +51,16 @@ if is_nohup:
 
 
 def refuse_changes_beside_threads(event: str, arguments: tuple) -> None:
-    """The environment and the working directory belong to all threads, and to what they start."""
+    """The environment and the working directory belong to all threads, and to what they start.
+
+    Threads of libraries, such as tqdm's, are daemons.
+    """
+    if event not in ("os.putenv", "os.unsetenv", "os.chdir"):
+        return
+    others = [thread for thread in threading.enumerate() if not thread.daemon]
     is_of_pytest = arguments[:1] == (b"PYTEST_CURRENT_TEST",)
-    changes = event in ("os.putenv", "os.unsetenv", "os.chdir") and not is_of_pytest
-    if changes and threading.active_count() > 1:
-        raise RuntimeError(f"{event} while these threads run: {threading.enumerate()}")
+    if len(others) > 1 and not is_of_pytest:
+        raise RuntimeError(f"{event} while these threads run: {others}")
 
 
 sys.addaudithook(refuse_changes_beside_threads)

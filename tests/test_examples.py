@@ -206,7 +206,6 @@ def test_an_example_resumes_bit_for_bit_on_two_ranks(name, data, trained, tmp_pa
         ("image_folder", ["--model=mobilenet_v2"], "--model mobilenet_v2 is not a ResNet"),
         ("image_folder", ["--model=resnet19"], "cannot load --model resnet19"),
         ("image_folder", ["--data-dir=absent"], "needs images in absent/train/CLASS/"),
-        ("fine_tuning", ["--milestones=2;3"], "2;3 is not a list of epochs like 2,3"),
         ("language_model", ["--data-dir=absent"], "has only 0 characters"),
         ("regression", ["--data-dir=absent"], "cannot read absent/table.csv"),
         ("huggingface_text", ["--data-dir=absent"], "cannot read texts and labels in absent/tr"),
