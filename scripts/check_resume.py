@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from check_resume_notes import PLAN, Recorder, checksum, parameters_of, read, total
+from check_resume_notes import PLAN, Recorder, read
 from processes import kill_descendants, prctl
 from report import end_now, format_ranges
 
@@ -45,7 +45,6 @@ KINDS = {  # what must be equal in each step
     "weights": "other weights",
     "state": "another optimizer state",
     "scales": "another scale of GradScaler",
-    "gradient": "another gradient",
 }
 
 
@@ -86,12 +85,6 @@ class Rehearsal(Recorder):
         """Random states do not count: it shows elsewhere whether they matter."""
         is_random = isinstance(value, torch.Tensor) and value.dtype == torch.uint8
         return 0 if is_random else super().fingerprint(value)
-
-    def state(self) -> dict:
-        own = parameters_of(self.main())  # other optimizers may have old ones
-        gradients = [each.grad for each in own if each.grad is not None]
-        gradient = total(checksum(each, self.elements) for each in gradients)
-        return {**super().state(), "gradient": gradient, "random": checksum(torch.get_rng_state())}
 
 
 def protect_files(place: Path) -> None:

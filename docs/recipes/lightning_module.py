@@ -8,13 +8,13 @@ import os
 import signal
 from pathlib import Path
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 
 class Loader(DataLoader):
-    """Lightning saves and loads its state; a DataLoader would begin again in the middle of an epoch.
+    """Lightning saves its state; a DataLoader would begin again in the middle of an epoch.
 
     With shuffle=True, give it a sampler whose order depends on the epoch only.
     """
@@ -80,6 +80,7 @@ def main():
         logger=False,
         enable_checkpointing=False,
     )
+    seed_everything(0)
     loader = Loader(RandomDataset(32, 6400), batch_size=8)  # instead, load your data
     trainer.fit(BoringModel(), loader, ckpt_path=path if path.exists() else None)
     if trainer.is_global_zero:
