@@ -46,7 +46,7 @@ takes() {
   local comment='#[^\n]*+' quote="[\"']"
   local declares="^[^#\n]*(add|arg|option)\w*\(([^()#]|$comment)*?$quote$1$quote"
   local has_main='^ *from train_distributed import (\([^)]*|[^\n(]*)\bmain\b|^ *import train_distributed\b(?s:.*)\.main\('
-  grep -qsPz -e "(?m)$declares|$has_main" -- "$TRAIN_SCRIPT"
+  [[ "$TRAIN_SCRIPT" -ef train_distributed.py ]] || grep -qsPz -e "(?m)$declares|$has_main" -- "$TRAIN_SCRIPT"
 }
 
 # split_config [CONFIG] [OPTION ...]: sets `config`, and the array `arguments` to the options.
@@ -63,11 +63,17 @@ split_config() {
 set_program() {
   split_config "$@"
   [[ -f "$config" ]] || fail "there is no config $config in $PWD"
+  local first_line=""
   script=(scripts/guard.py "$TRAIN_SCRIPT")
   case "$TRAIN_SCRIPT" in
     "-m "*) script=(scripts/guard.py -m "${TRAIN_SCRIPT#-m }") ;;
     *doctor.py) script=("$TRAIN_SCRIPT") ;; # it checks the ranks itself
-    *) [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD" ;;
+    *)
+      [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"
+      IFS= read -r first_line <"$TRAIN_SCRIPT" || true
+      [[ "$TRAIN_SCRIPT" == *.py || "$first_line" == "#!"*python* ]] ||
+        fail "TRAIN_SCRIPT $TRAIN_SCRIPT is not a script of Python: name the one that it starts"
+      ;;
   esac
   if [[ "${arguments[0]:-}" == -- ]]; then # the script gets what follows, and nothing else
     arguments=("${arguments[@]:1}")
@@ -87,3 +93,6 @@ if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
 fi
 [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
   fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
+[[ -x "${BASH_SOURCE[0]%/*}/cluster_train.sh" ]] ||
+  fail "scripts/cluster_train.sh cannot be executed: chmod +x *.sh scripts/*.sh scripts/*.py scripts/*/*, if the" \
+    "execute bits are lost; otherwise, use a directory that is not mounted with noexec"

@@ -455,6 +455,17 @@ def test_a_script_gets_only_options_that_it_has(tmp_path, launcher, text, config
     assert words[words.index(str(script)) + 1 :] == [*config, "--lr", "1"]
 
 
+def test_the_trainer_gets_the_config():
+    assert f" train_distributed.py --config {CONFIG}\n" in dry_run_in(REPO)
+
+
+def test_a_script_of_the_shell_is_refused_in_one_sentence(tmp_path):
+    script = write_program(tmp_path / "train.sh", "python train.py")
+    result = run_cluster_train({"TRAIN_SCRIPT": str(script), "PYTHON": sys.executable})
+    assert result.returncode == 2 and result.stdout.count("\n") == 1, result.stdout
+    assert f"TRAIN_SCRIPT {script} is not a script of Python" in result.stdout
+
+
 def test_the_node_list_of_a_job_that_has_ended_is_one_error(tmp_path):
     """A shell that was started in a job keeps its variables."""
     write_program(tmp_path / "scontrol", "exit 1")

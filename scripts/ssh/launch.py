@@ -63,7 +63,7 @@ RUN = """fail() {{
   exit 2
 }}
 run() {{
-  cd {repository} 2>/dev/null || fail "the repository is not at the same path here: set REPO_ROOT"
+  cd {repository} 2>/dev/null || fail "there is no "{repository}" here: set REPO_ROOT"
   for python in python3 {python}; do
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then
       exec "$python" scripts/ssh/node.py {arguments}

@@ -343,7 +343,7 @@ def broken(cluster, repo, tmp_path_factory):
         pytest.param(
             "repository_missing",
             2,
-            "node02: the repository is not at the same path here: set REPO_ROOT",
+            "node02: there is no /.* here: set REPO_ROOT",
             marks=pytest.mark.long,
         ),
         pytest.param(
