@@ -46,7 +46,7 @@ def train(options) -> None:
             trainer.torch.cuda.synchronize()
 
     trainer.train_step = timed(trainer.train_step, "step")
-    trainer.Saver.save = timed(trainer.Saver.save, "save")
+    trainer.RunDirectory.save = timed(trainer.RunDirectory.save, "save")
     words = "--synthetic --image-size 32 --batch-size 4 --keep 2 --save-minutes 999".split()
     words += [f"--model={options.model}", f"--checkpoint-dir={options.directory}"]
     words += [f"--checkpoint-every-steps={STEPS}", f"--stop-at-step={STEPS * (options.saves + 1)}"]

@@ -240,9 +240,9 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
                 train = Repeated(images[:SYNTHETIC], labels[:SYNTHETIC])
             return train, test
 
-    def repeated_keys(stream, step, device):
-        for keys in sample_keys(stream, step, device):
-            yield keys % SYNTHETIC
+    def repeated(*arguments):
+        part = micro_batch(*arguments)
+        return part._replace(indices=part.indices % SYNTHETIC)
 
     def timed_step(*arguments) -> None:
         train_step(*arguments)
@@ -273,9 +273,10 @@ def ours(setup: Setup, clock: Clock, *more: str) -> None:
         options.append("--compile")
     train_step = trainer.train_step
     trainer.train_step = timed_step
-    sample_keys = trainer.SampleStream.keys
+    micro_batch = trainer.SampleStream.micro_batch
     if setup.dataset == "synthetic":
-        trainer.SampleStream.keys = repeated_keys
+        trainer.SampleStream.micro_batch = repeated
+        trainer.InMemoryDataset = Repeated
     with contextlib.redirect_stdout(sys.stderr):
         trainer.main(BenchmarkTask(), options)
 

@@ -117,7 +117,8 @@ class Loader:
         cfg.num_workers = workers
         task = trainer.Task()
         task.loader_options = lambda: {"persistent_workers": workers > 0}
-        micro_batches = [keys.tolist() for keys in torch.randperm(files).split(cfg.batch_size)]
+        parts = torch.randperm(files).split(cfg.batch_size)
+        micro_batches = [trainer.MicroBatch(0, 0, part.tolist()) for part in parts]
         self.loader = trainer.get_dataloader(task, cfg, trainer.World(), dataset, micro_batches)
         self()
 

@@ -35,8 +35,8 @@ FUNCTIONS = {  # functions of the trainer: the part that their time belongs to
     "configure_torch": "settings",
     "setup_distributed": "rendezvous",
     "open_data": "data",
-    "build_model": "model",
-    "settle_buckets": "DDP",
+    "build_state": "model",
+    "wrapped_loss": "DDP",
     "train_step": "first step",
 }
 PARTS = ["interpreter", "torch", "imports", "rank check", *FUNCTIONS.values()]
