@@ -32,8 +32,8 @@ Environment:
                   collectives; 0: slow ranks are not named                  [60]
     CHECK_FINITE  1: name the first step in which a gradient is not finite, its rank
                   and its layer                                             []
-    CHECK_RESUME  the directory of notes by which a later attempt knows whether it goes on where
-                  this one stopped, from supervise.py; 0 and unset: no notes []
+    CHECK_RESUME  1, under supervise.py: an attempt notes what a later one compares, to know whether
+                  it goes on where this one stopped; else, the directory of these notes []
     CHECK_TRAINING  0: not whether the ranks train one model together         [1]
     STORE_KEY     a secret of the job's ranks: other users cannot guess which keys of the
                   store guard.py reads        [random, from supervise.py and launch.py]

@@ -488,7 +488,8 @@ class Supervisor:
         env["ATTEMPT_ID"] = f"{self.job}.{1000 * self.restarts + count}"
         for name in FILES:
             env[name] = str(self.files / name)
-        env.setdefault("CHECK_RESUME", str(self.directory / "check_resume"))
+        if env.get("CHECK_RESUME") == "1":
+            env["CHECK_RESUME"] = str(self.directory / "check_resume")
         deadline = min(self.requests.ends.values())
         if deadline < float("inf"):
             env["DEADLINE"] = str(deadline)
