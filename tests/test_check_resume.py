@@ -128,7 +128,12 @@ def test_a_healthy_script_goes_on(tmp_path):
     assert "equal, bit for bit" in done.stdout
 
 
-@pytest.mark.parametrize("name", BROKEN)
+def some_are_long(names, quick: set[str]) -> list:
+    """Half a minute each: by default, only those that are named."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", some_are_long(BROKEN, {"the data begin again"}))
 def test_what_is_not_restored_is_said(name, tmp_path):
     passive, active, lines = BROKEN[name]
     script = write_script(tmp_path / "train.py", lines, ("# END OF A STEP", CRASH))
@@ -150,7 +155,7 @@ SAVES = {
 }
 
 
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("name", some_are_long(SAVES, {"torch.save"}))
 def test_files_elsewhere_are_not_changed(name, tmp_path):
     if name == "safetensors":
         pytest.importorskip("safetensors", reason="NOT INSTALLED")
