@@ -12,7 +12,6 @@ shards. --data-dir holds train-*.tar and test-*.tar, not compressed, with KEY.pn
 KEY.txt (here: a digit) for each sample; --write-sample writes some.
 """
 
-import argparse
 import io
 import os
 import sys
@@ -101,8 +100,7 @@ class TarShards(Dataset):
 
 class DigitShards(Task):
     def add_options(self, parser):
-        switch = argparse.BooleanOptionalAction
-        parser.add_argument("--write-sample", action=switch, help="to --data-dir, if it is new")
+        parser.add_argument("--write-sample", action="store_true", help="to a new --data-dir")
 
     def data(self, cfg):
         root = Path(cfg.data_dir)

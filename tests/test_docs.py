@@ -69,6 +69,7 @@ COMMANDS = {
     r"(timm_images|hydra_app|own_spawn|muon|test_sync).* sbatch": "another script, as these two",
     r"train_minimal.py|runs/listed|runs/replay|--reproducible --epochs 1": "here",
     r"examples/learning_rate.py": "tests/test_examples.py",
+    r"^scripts/check_resume.py": "tests/test_check_resume.py",
     r"^scripts/supervise.py torchrun": "here, with train_minimal.py",
     r"^TRAIN_SCRIPT=scripts/doctor.py": "tests/cluster/test_doctor.py",
     r"^python scripts/doctor.py": "here",
