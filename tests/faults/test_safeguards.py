@@ -18,111 +18,108 @@ TRAINER = {
         "faults/test_stop.py -k 'signal_to_any_rank and SIGUSR1'",
         r"exit codes \[.*[1-9]|still ran after",
         """
-        def all_reduce(self, step, sums, requests, inner=t.Exchange.all_reduce):
-            totals, _, agreed = inner(self, step, sums, requests)
-            return totals, requests[0] if requests else "", agreed  # a signal to this rank
+        def agree(stream, state, interval, requests, inner=t.agree):
+            agreed = inner(stream, state, interval, requests)
+            return agreed._replace(stop=(requests.signals or [""])[0])  # of this rank
 
-        t.Exchange.all_reduce = all_reduce
+        t.agree = agree
         """,
     ),
     "a STOP file is polled": (
         "faults/test_stop.py -k 'clock and STOP'",
         "still ran after",
         """
-        def poll(self, inner=t.StopRequests.poll):
-            self.files = []
-            return inner(self)
+        def poll(self, seconds, inner=t.Requests.poll):
+            self.stop_files = []
+            return inner(self, seconds)
 
-        t.StopRequests.poll = poll
+        t.Requests.poll = poll
         """,
     ),
     "time is left to save": (
         "faults/test_stop.py -k tenth",
-        r"== True$",
+        "== 'time limit'$",
         """
-        def poll(self, inner=t.StopRequests.poll):
+        def poll(self, seconds, inner=t.Requests.poll):
             self.deadline += 1000
-            return inner(self)
+            return inner(self, seconds)
 
-        t.StopRequests.poll = poll
+        t.Requests.poll = poll
         """,
     ),
     "all ranks wait for the last save": (
         "faults/test_stop.py -k last_save",
         "assert 'running' == 'stopped'",
         """
-        def gather(value, inner=t.gather):
-            return inner(value) if value != [] else [value]
+        def on_rank_0(function, *arguments, inner=t.on_rank_0):
+            if function.__name__ != "finish":
+                return inner(function, *arguments)
+            if t.is_rank_0():
+                function(*arguments)
 
+        def gather(value, inner=t.gather):
+            return inner(value) if value != "done" else [value]
+
+        t.on_rank_0 = on_rank_0
         t.gather = gather
         """,
     ),
-    "a hang ends with stacks": (
-        "faults/test_hang.py -k busy",
-        "still ran after",
-        "t.HangTimer.run = lambda self: None",
-    ),
     "the weights of all ranks are compared": (
         "test_replicas.py -k named",
-        "assert 0 == 2",
+        "assert 0 == 2|assert \\(0 == 2",
         "t.check_replicas = lambda model: None",
     ),
     "a loss that is not finite ends the run": (
         "test_loss.py -k not_finite_ends",
-        r"assert \(?'error: the loss is not finite in the steps 6 to 6",
+        "'the loss of the samples' in",
         "t.math.isfinite = lambda value: True",
     ),
     "weights that are not finite are not saved": (
-        "test_checkpoints.py -k never_saved",
+        "test_checkpoints.py -k 'never_saved and unused'",
         r"assert \(?\[0\] == \[2\]",
-        "t.torch.Tensor.isfinite = lambda self: t.torch.ones_like(self, dtype=t.torch.bool)",
+        "t.names_not_finite = lambda model: set()",
     ),
     "training goes on after a failed save": (
         "faults/test_disk.py -k goes_on",
-        r"error: cannot write \S+; is the disk full",
+        r"error: cannot write \S+",
         """
-        def save(self, *arguments, inner=t.Saver.save):
-            self.has_failed = True
-            inner(self, *arguments)
+        def save(self, inner=t.RunDirectory.save):
+            self.save_has_failed = True
+            inner(self)
 
-        t.Saver.save = save
+        t.RunDirectory.save = save
         """,
     ),
     "two failed saves end the run": (
         "test_checkpoints.py -k failed_save",
         r"assert \(\[0\], .*\) == \(\[2\], ",
         """
-        def save(self, *arguments, inner=t.Saver.save):
-            self.has_failed = False
-            inner(self, *arguments)
+        def save(self, inner=t.RunDirectory.save):
+            self.save_has_failed = False
+            inner(self)
 
-        t.Saver.save = save
+        t.RunDirectory.save = save
         """,
     ),
     "a second process is refused": (
         "test_checkpoints.py -k second_process",
-        r"assert \(?0 == 2",
-        "t.fcntl.flock = lambda *_: None",
+        "DID NOT RAISE",
+        """
+        def lock_directory(cfg):
+            (t.Path(cfg.checkpoint_dir) / "lock").write_text("")
+
+        t.lock_directory = lock_directory
+        """,
     ),
     "the identity of a run is checked": (
         "test_bad_input.py -k other_data",
-        "DID NOT RAISE",
-        """
-        def restore(self, path, checkpoint, *more, inner=t.Saver.restore):
-            inner(self, path, checkpoint | self.identity, *more)
-
-        t.Saver.restore = restore
-        """,
-    ),
-    "other options are refused": (
-        "test_bad_input.py -k second_experiment",
-        "assert 0 == 2",
-        "t.FREE_OPTIONS = t.FREE_OPTIONS | {'lr'}",
+        "DID NOT RAISE|assert 'samples",
+        "t.refuse_changes = lambda path, before, now: None",
     ),
     "damaged weights are found": (
         "faults/test_damage.py",
-        " differs$",
-        "t.digests_in = lambda checkpoint: []",
+        " differs$|assert ",
+        "t.is_damaged = lambda path: False",
     ),
     "files are written under another name first": (
         "faults/test_kills.py -k inside_a_save",
@@ -139,19 +136,17 @@ TRAINER = {
         "test_world_sizes.py -k same_bits_on_any",
         r"AssertionError: \S+ differs$",
         """
-        t.ROUNDING = 0.0
-        t.torch.promote_types = lambda dtype, _: dtype  # sums of float32, as DDP's
+        def zeros_like(tensor, dtype=None, inner=t.torch.zeros_like):
+            return inner(tensor)
+
+        t.torch.zeros_like = zeros_like  # sums of float32, as DDP's
+        t.torch.Tensor.round = lambda self: self
         """,
     ),
     "the buckets of DDP are settled": (
         "test_resume.py -k stopped_and_resumed",
         r"AssertionError: \S+ differs$",
-        "t.settle_buckets = lambda ddp: None",
-    ),
-    "gradients are divided by the items of all ranks": (
-        "test_loss.py -k written_by_hand",
-        r"AssertionError: network\.",
-        "t.divide_by_items = lambda optimizer, counts, micro_batches: None",
+        "setattr(t.LossOf, 'sparse', True)",
     ),
     "frozen BatchNorm stays in evaluation mode": (
         "test_loss.py -k frozen",
