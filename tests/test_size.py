@@ -111,16 +111,16 @@ def test_the_scripts_are_small():
     """The launch path; and all of them, with the check of a resume."""
     scripts = files("scripts/*.py")
     launch_path = [path for path in scripts if not path.name.startswith("check_resume")]
-    assert tokens(launch_path) <= 31_510
-    assert tokens(scripts) <= 36_640
+    assert tokens(launch_path) <= 31_520
+    assert tokens(scripts) <= 36_650
 
 
 def test_the_pages_are_short():
-    assert sum(len(path.read_text().split()) for path in files("*.md")) <= 14_950
+    assert sum(len(path.read_text().split()) for path in files("*.md")) <= 14_960
 
 
 def test_the_tests_are_short():
-    assert sum(len(path.read_text().splitlines()) for path in files("tests/*.py")) <= 14_600
+    assert sum(len(path.read_text().splitlines()) for path in files("tests/*.py")) <= 14_610
 
 
 def own_variables() -> set[str]:

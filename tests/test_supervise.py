@@ -238,7 +238,6 @@ def test_a_stop_waits_for_no_disk_and_no_scheduler(supervisor, monkeypatch, tmp_
     monkeypatch.setattr(module, "read_status", lambda _: never.wait())
     monkeypatch.setattr(module.Path, "touch", lambda _: never.wait())
     monkeypatch.setattr(module, "ASK_SECONDS", 0.1)
-    monkeypatch.setattr(module, "end_of_others", lambda _: None)  # this process has other children
     us.command = [sys.executable, "-c", SAVES_SLOWLY, tmp_path / "saved"]
     threading.Timer(1, us.requests.on_signal, (signal.SIGTERM, None)).start()
     us.files = tmp_path
@@ -754,6 +753,8 @@ def supervisor(monkeypatch, tmp_path):
     for name in ("EXCLUDED_NODES", "NNODES", "SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("LOG_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "descendants", list)  # the test process has children of its own
+    monkeypatch.setattr(module, "kill_descendants", lambda: None)
     us = module.Supervisor(["true"])
     us.files = tmp_path
     return module, us
