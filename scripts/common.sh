@@ -46,12 +46,12 @@ takes() {
   local comment='#[^\n]*+' quote="[\"']"
   local declares="^[^#\n]*(add|arg|option)\w*\(([^()#]|$comment)*?$quote$1$quote"
   local has_main='^ *from train_distributed import (\([^)]*|[^\n(]*)\bmain\b|^ *import train_distributed\b(?s:.*)\.main\('
-  grep -qsPz -e "(?m)$declares|$has_main" -- "$TRAIN_SCRIPT"
+  [[ "$TRAIN_SCRIPT" -ef train_distributed.py ]] || grep -qsPz -e "(?m)$declares|$has_main" -- "$TRAIN_SCRIPT"
 }
 
-# split_config [CONFIG] [OPTION ...]: sets `config`, and the array `arguments` to the options.
+# split_config [CONFIG] [OPTION ...]: sets `config`, "" if none is given, and the array `arguments` to the options.
 split_config() {
-  config=configs/default_config.yaml
+  config=""
   arguments=("$@")
   if [[ $# -gt 0 && "$1" != -* ]]; then
     config="$1"
@@ -59,26 +59,37 @@ split_config() {
   fi
 }
 
+# add_option OPTION VALUE: puts it before `arguments`, if the user has given the value, and the script takes it.
+add_option() {
+  if [[ -n "$2" ]] && takes "$1"; then
+    arguments=("$1" "$2" "${arguments[@]}")
+  elif [[ -n "$2" ]]; then
+    echo "${0##*/}: $TRAIN_SCRIPT has no option $1, so $2 is not passed to it"
+  fi
+}
+
 # set_program [CONFIG] [OPTION ...]: sets the arrays `script`, to what runs a rank, and `arguments`.
 set_program() {
   split_config "$@"
-  [[ -f "$config" ]] || fail "there is no config $config in $PWD"
+  [[ -z "$config" || -f "$config" ]] || fail "there is no config $config in $PWD"
+  local first_line=""
   script=(scripts/guard.py "$TRAIN_SCRIPT")
   case "$TRAIN_SCRIPT" in
     "-m "*) script=(scripts/guard.py -m "${TRAIN_SCRIPT#-m }") ;;
     *doctor.py) script=("$TRAIN_SCRIPT") ;; # it checks the ranks itself
-    *) [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD" ;;
+    *)
+      [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"
+      IFS= read -r first_line <"$TRAIN_SCRIPT" || true
+      [[ "$TRAIN_SCRIPT" == *.py || "$first_line" == "#!"*python* ]] ||
+        fail "TRAIN_SCRIPT $TRAIN_SCRIPT is not a script of Python: name the one that it starts"
+      ;;
   esac
   if [[ "${arguments[0]:-}" == -- ]]; then # the script gets what follows, and nothing else
     arguments=("${arguments[@]:1}")
     return
   fi
-  if [[ -n "$BACKEND" ]] && takes --distributed-backend; then
-    arguments=(--distributed-backend "$BACKEND" "${arguments[@]}")
-  fi
-  if takes --config; then
-    arguments=(--config "$config" "${arguments[@]}")
-  fi
+  add_option --distributed-backend "$BACKEND"
+  add_option --config "$config"
 }
 
 if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
@@ -87,3 +98,6 @@ if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then
 fi
 [[ "$(uname) $((BASH_VERSINFO[0] * 10 + BASH_VERSINFO[1] >= 44))" == "Linux 1" ]] ||
   fail "this needs Linux and bash 4.4 or newer, not $(uname) and bash $BASH_VERSION; elsewhere, use torchrun itself"
+[[ -x "${BASH_SOURCE[0]%/*}/cluster_train.sh" ]] ||
+  fail "scripts/cluster_train.sh cannot be executed: chmod +x *.sh scripts/*.sh scripts/*.py scripts/*/*, if the" \
+    "execute bits are lost; otherwise, use a directory that is not mounted with noexec"

@@ -11,8 +11,11 @@ Environment:
 What the user must change is raised as a ValueError. Needs only Python 3.8.
 """
 
+import ipaddress
+import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import zlib
@@ -21,6 +24,7 @@ from pathlib import Path
 
 HOST = socket.gethostname()
 FIRST_PORT = 15000
+ESTABLISHED = "01"  # a connection, in /proc/net/tcp
 EPHEMERAL_PORTS = 32768  # where Linux's range starts, of which any program may get one
 
 
@@ -48,6 +52,13 @@ def hosts_of_job(env):
         slots = Path(env["PBS_NODEFILE"]).read_text().split()  # a host once per slot
         return list(dict.fromkeys(slots))
     return ["localhost"]
+
+
+def used_hosts(env):
+    """The hosts of this attempt, rank 0's first."""
+    with suppress(OSError, ValueError, KeyError):
+        return json.loads(Path(env["NODES_FILE"]).read_text())["used"]
+    return hosts_of_job(env)
 
 
 def expand(names):
@@ -104,6 +115,34 @@ def choose_master(env, hosts):
     if not env.get("MASTER_PORT") and name_among(hosts, HOST) == master:
         port = free_port(port)
     return master, str(port)
+
+
+def addresses(host):
+    """Its IP addresses, as this host knows them."""
+    with suppress(OSError, UnicodeError):
+        return {info[4][0] for info in socket.getaddrinfo(host, None)}
+    return set()
+
+
+def peers_of(port):
+    """The IP addresses of other hosts that are connected with this port of this host."""
+    found = set()
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(file).read_text().splitlines()[1:]:
+                local, remote, state = line.split()[1:4]
+                own, _, number = local.partition(":")
+                peer, _, _ = remote.partition(":")
+                if int(number, 16) == port and state == ESTABLISHED and peer != own:
+                    found.add(address_of(peer))
+    return found
+
+
+def address_of(text):
+    """/proc/net/tcp writes each 4 bytes of an address as a number of this machine."""
+    numbers = [int(text[begin : begin + 8], 16) for begin in range(0, len(text), 8)]
+    address = ipaddress.ip_address(struct.pack(f"={len(numbers)}I", *numbers))
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def port_of_job(env):

@@ -8,9 +8,9 @@ to the ranks, once, as STOP_SIGNAL (TERM, USR1 or USR2 [TERM]): they save and ex
 exits without an error. STOP_FILE names the signal, for supervise.py. A second Ctrl-C kills them; a
 second SIGTERM does not, because Slurm sends it twice in quick succession.
 SIGQUIT makes the ranks print their stacks and go on.
-The output is also written to the file LOG. If a rank was killed, this is what FAILURE_FILE says
-(see guard.py). Without one, the reason why a rank has failed is printed again at the end, below the
-40 lines of torchrun.
+The output is also written to the file LOG. FAILURE_FILE (see report.py) says which rank was killed,
+and which host's torchrun has not come to the rendezvous within RANK_TIMEOUT. Without supervise.py,
+the reason is printed again at the end, below the 40 lines of torchrun.
 Exit code: that of COMMAND; 128 + N if signal N killed it, or if the ranks did not exit with 0 after
 it. Needs only Python 3.8.
 """
@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,33 +30,44 @@ from contextlib import suppress
 from pathlib import Path
 
 import memory
+from hosts import addresses, peers_of, used_hosts
 from processes import children_of, end_with_parent, variables_of
-from report import HOST, say, stop_signal, write_failure, write_stop
+from report import HOST, say, seconds, stop_signal, write_failure, write_stop
 
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 LOG_SECONDS = 5  # for the last lines on a slow terminal
+TEE_SECONDS = 1  # for torchrun's last lines
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 10  # from the first host's report of those that have not come to those of others
+SAME_ZONE = 900  # seconds: the clock of a container may show the time of another zone
+SUMMARY = re.compile(  # torchrun's, of the first rank to fail
+    r"time +: (?P<time>\S+)\n.*\n +rank +: (?P<rank>\d+) .*\n +exitcode +: -(?P<signal>\d+) "
+)
 STACK_SECONDS = 0.3  # from one rank that prints its stacks to the next, whose lines would mix
 
 
 def main() -> int:
     torchrun = Torchrun()
     log, *command = sys.argv[1:]
+    timeout = seconds("RANK_TIMEOUT", 300)
     # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP")  # not SIGQUIT
     # If SIGTERM also reaches torchrun, it kills its ranks after 30 s: too soon for some saves.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    os.environ["PET_RDZV_CONF"] = f"timeout={timeout + 10 * GRACE_SECONDS:.0f}"
     supervised = os.environ.get("FAILURE_FILE")
     with tempfile.TemporaryDirectory() as own_reports:
         failure_file = supervised or os.path.join(own_reports, "failure.json")
         os.environ["FAILURE_FILE"] = failure_file
         tee = start_tee(log)
         kills = memory.oom_kills()
-        code = torchrun.run(command)
+        code = torchrun.run(command, timeout)
         ignore_signals()
-        if code != 0 and not os.path.exists(failure_file):
-            report_killed_rank(kills, torchrun.stopped_by)
-            code = -torchrun.stopped_by or code
-        elif code != 0 and not supervised:  # supervise.py does so, too
+        if code != 0 and torchrun.stopped_by and not os.path.exists(failure_file):
+            code = -torchrun.stopped_by
+        elif code != 0:
+            report_killed_rank(log, memory.oom_kills() > kills)
+        if code != 0 and not supervised:  # supervise.py does so, too
             repeat(failure_file)
     end_tee(tee)
     return code if code >= 0 else 128 - code
@@ -73,8 +86,11 @@ class Torchrun:
             if not under_nohup:
                 signal.signal(number, self.on_stop)
 
-    def run(self, command: list[str]) -> int:
-        """Run it until it exits. Returns its exit code, -N if signal N killed it."""
+    def run(self, command: list[str], timeout: float) -> int:
+        """Run it until it exits. Returns its exit code, -N if signal N killed it.
+
+        timeout: seconds for the other hosts to come.
+        """
         # In a new session, so that Ctrl-C does not reach it.
         self.process = subprocess.Popen(
             command,
@@ -83,9 +99,15 @@ class Torchrun:
             preexec_fn=before_torchrun,
         )
         signal.signal(signal.SIGQUIT, self.on_quit)
-        if self.stopped_by:  # before there was a process
-            self.process.kill()
-        code = self.process.wait()
+        rendezvous = Rendezvous(command, timeout)
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(POLL_SECONDS)
+                break
+            if self.stopped_by:  # maybe before there were ranks
+                self.stop_ranks()
+            elif rendezvous.is_due() and not self.ranks() and rendezvous.has_failed():
+                self.process.kill()
         for rank in self.stopped_ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank, signal.SIGKILL)  # its own children, as of mp.spawn
@@ -99,19 +121,24 @@ class Torchrun:
                 time.sleep(STACK_SECONDS)
 
     def on_stop(self, number: int, _frame) -> None:
-        ranks = self.ranks()
         if self.stopped_by:
-            if number == signal.SIGINT:
-                send(signal.SIGKILL, [*ranks, self.torchrun(), self.process.pid])
+            if number == signal.SIGINT and self.process:
+                send(signal.SIGKILL, [*self.ranks(), self.torchrun(), self.process.pid])
             return
         self.stopped_by = number
+        if self.process:
+            self.stop_ranks()
         write_stop(number)
         if number == signal.SIGINT:
             write("stopping: all ranks save and exit; press Ctrl-C again to kill them\n")
-        self.stopped_ranks = ranks
+
+    def stop_ranks(self) -> None:
+        """Signal those that have not been. Without any, there is nothing to save."""
+        ranks = [rank for rank in self.ranks() if rank not in self.stopped_ranks]
+        self.stopped_ranks += ranks
         send(self.stop_signal, ranks)
-        if self.process and not ranks:  # nothing to save
-            self.process.kill()
+        if not self.stopped_ranks:
+            self.process.terminate()  # if it starts ranks at this moment, it ends them
 
     def ranks(self) -> list[int]:
         """Each is the leader of a session of its own."""
@@ -121,6 +148,53 @@ class Torchrun:
         """In a container, it is the child of Apptainer."""
         inner = children_of(self.process.pid) if os.environ.get("APPTAINER_IMAGE") else []
         return inner[0] if inner else self.process.pid
+
+
+class Rendezvous:
+    """The hosts that wait for each other in torchrun, before there are ranks."""
+
+    def __init__(self, command: list[str], timeout: float):
+        options = dict(zip(command, command[1:]))
+        self.nodes = int(options.get("--nnodes", "1"))
+        self.node = options.get("--node-rank")
+        self.address = (options.get("--master-addr"), int(options.get("--master-port", "0")))
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        if self.node != "0":
+            self.deadline += GRACE_SECONDS  # the first host knows more
+
+    def is_due(self) -> bool:
+        return self.nodes > 1 and time.monotonic() > self.deadline
+
+    def has_failed(self) -> bool:
+        """Report the hosts that have not come, if this one knows them. Called once."""
+        self.deadline = float("inf")
+        if self.node == "0":
+            peers = peers_of(self.address[1])
+            hosts = self.missing(peers)
+            came = ", ".join(sorted(peers)) or "none"
+            what = f"torchrun of {', '.join(hosts) or f'other hosts (connected: {came})'}"
+        else:
+            with suppress(OSError):
+                socket.create_connection(self.address, GRACE_SECONDS).close()
+                return False  # it waits for others, and will name them
+            hosts = [self.address[0]]
+            what = f"torchrun of the first host, at {':'.join(map(str, self.address))},"
+        reason = (
+            f"{what} did not start within {self.timeout:.0f} s (RANK_TIMEOUT): see the log there"
+        )
+        say(f"cluster_train.sh: error: {HOST}: {reason}")
+        write_failure("node lost", reason, None, hosts=hosts)
+        return True
+
+    def missing(self, peers: set[str]) -> list[str]:
+        """Those of the other hosts that are not among the peers; [] if this cannot be said."""
+        hosts = used_hosts(os.environ)
+        others = {host: addresses(host) for host in hosts[1 : self.nodes]}
+        known = set().union(*others.values(), addresses(hosts[0]))
+        if peers - known:  # a host has several addresses
+            return []
+        return [host for host in others if not others[host] & peers]
 
 
 def before_torchrun() -> None:
@@ -170,18 +244,28 @@ def end_tee(tee: subprocess.Popen) -> None:
         tee.wait(LOG_SECONDS)
 
 
-def report_killed_rank(kills: int, stopped_by: int) -> None:
+def report_killed_rank(log: str, lost_memory: bool) -> None:
     """Write to FAILURE_FILE what a rank that was killed could not report.
 
-    kills: what memory.oom_kills() returned before; stopped_by: the signal that asked them to stop.
+    lost_memory: whether the kernel has killed a process for its memory.
     """
-    if memory.oom_kills() > kills:
+    if lost_memory:
         say(f"cluster_train.sh: error: {HOST}: {memory.KILLED}")
-        write_failure("out of memory", memory.KILLED, None)
-    elif not stopped_by:
-        write_failure(
-            "killed", "a rank was killed, or has not said why: see the report above", None
-        )
+    found = None
+    time.sleep(TEE_SECONDS)
+    with suppress(OSError):
+        found = SUMMARY.search(Path(log).read_text(errors="replace").rpartition("Root Cause")[2])
+    rank, died = None, time.time()
+    if found:
+        rank = int(found["rank"])
+        noted = time.mktime(time.strptime(found["time"], "%Y-%m-%d_%H:%M:%S"))
+        if 0 <= died - noted < SAME_ZONE:
+            died = noted
+    if lost_memory:
+        write_failure("out of memory", memory.KILLED, rank, time=died)
+    elif found and int(found["signal"]) not in STOPS:  # those are launchers', after a failure
+        name = signal.Signals(int(found["signal"])).name
+        write_failure("killed", f"it was killed by {name}", rank, time=died)
 
 
 def repeat(failure_file: str) -> None:

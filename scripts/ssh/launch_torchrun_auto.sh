@@ -7,7 +7,8 @@
 #
 # Each host needs ssh without a password, python3 or PYTHON (3.8 or newer), and this repository at the
 # same path. With NNODES, further hosts are spares: see docs/RELIABILITY.md.
-# The environment is passed on, except for variables of the host, such as CUDA_VISIBLE_DEVICES. All
+# The environment is passed on, except for variables of the host. CUDA_VISIBLE_DEVICES=2,3 of the shell is for
+# each host, so that two runs can use two GPUs each; that of a job is not passed on. All
 # arguments from the first one with a dash on are options of train_distributed.py.
 #
 # Environment (see also scripts/cluster_train.sh):

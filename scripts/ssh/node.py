@@ -41,15 +41,19 @@ GONE_SECONDS = 30
 PRIVATE = re.compile(
     r"_|BASH.*|DBUS_.*|DISPLAY|EUID|HOME|HOST|HOSTNAME|KRB5CCNAME|LOGNAME|MAIL|OLDPWD|ON_NODE|PPID"
     r"|PWD|SHELL.*|SHLVL|SLURM.*|SSH_.*|TERM.*|TMPDIR|TMUX.*|UID|USER|XAUTHORITY|XDG_.*"
-    r"|.*_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|OMPI_.*|PMIX?_.*|PBS_(MOMPORT|NODENUM|TASKNUM|VNODENUM)"
+    r"|OMPI_.*|PMIX?_.*|PBS_(MOMPORT|NODENUM|TASKNUM|VNODENUM)"
 )
+# In a job, the scheduler has chosen those of one host; in a shell, the user has, for all hosts.
+GPUS = re.compile(r".*_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL")
 
 
 def request(command):
     """The line that makes node.py run the command with this process's environment."""
     environment = {}
+    in_job = "SLURM_JOB_ID" in os.environ or "PBS_JOBID" in os.environ
     for name, value in os.environ.items():
-        if not PRIVATE.fullmatch(name):
+        is_private = PRIVATE.fullmatch(name) or (in_job and GPUS.fullmatch(name))
+        if not is_private:
             environment[name] = value
     return json.dumps({"command": command, "environment": environment, "id": uuid.uuid4().hex})
 
@@ -110,7 +114,7 @@ def serve(launcher):
         preexec_fn=stop_with_parent,
     )
     end_seconds = {b"end\n": END_SECONDS, b"gone": GONE_SECONDS}
-    if "ATTEMPT" in environment:  # under supervise.py
+    if "STOP_FILE" in environment:  # under supervise.py
         end_seconds[b"gone"] = END_SECONDS
     wait(command, launcher, signals, end_seconds)
     with suppress(ProcessLookupError):
