@@ -145,7 +145,7 @@ def test_ctrl_c_saves_and_stops_all_nodes_and_the_same_command_resumes(
     assert code == 0 and f".pt at step {step}, to step {goal} of " in text, text
     saved = torch.load(tmp_path / f"run/checkpoint_step_{goal}.pt", weights_only=True)
     straight = train(tmp_path / "straight", 2, *options, f"--stop-at-step={goal}")
-    assert_same_state(saved, straight.checkpoint(f"checkpoint_step_{goal}"))
+    assert_same_state(saved, straight.checkpoint(goal))
 
 
 @pytest.fixture
