@@ -8,7 +8,7 @@ from pathlib import Path
 
 BLOCK = re.compile(r"(?ms)^ *```(\w*)\n(.*?)^ *```$")  # indented ones are part of a list
 # Indented lines that are not commands.
-OUTPUT = re.compile(r"(guard|supervise)\.py: |(User|Port|ProxyJump) |import sys|sys\.path")
+OUTPUT = re.compile(r"\w+\.py: |(User|Port|ProxyJump) |import sys|sys\.path")
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
