@@ -325,14 +325,14 @@ def test_a_scheduler_that_kills_the_shell_around_it_lets_the_training_save(tmp_p
     assert (tmp_path / "saved").exists()
 
 
-# Each process that handles SIGTERM writes a line when it gets it. The rank has a helper in a
-# session of its own, as wandb starts one, and ends it in the end.
+# Each process that handles SIGTERM writes a line when it gets it, at once: print() may write parts.
+# The rank has a helper in a session of its own, as wandb starts one, and ends it in the end.
 TOLD = """
 import os, signal, sys, time
 def told(*_):
-    print(name, "saves", flush=True)
+    os.write(1, f"{name} saves\\n".encode())
     time.sleep(1)
-    print(name, "has saved", flush=True)
+    os.write(1, f"{name} has saved\\n".encode())
     os.kill(worker, 9)
     os.kill(helper, 9)
     os._exit(int(sys.argv[2:] == ["fails"]))
