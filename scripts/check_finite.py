@@ -14,7 +14,7 @@ import threading
 import weakref
 
 import torch
-from check_training import after, hook
+from check_training import after, hook, parameters_of
 from report import say
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -50,7 +50,8 @@ class FiniteCheck:
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         if not self.looks_at_steps:
             self.weights = optimizer.param_groups[-1]["params"][-1]
-        if not self.looks_at_steps or self.has_found:
+            return
+        if self.has_found:
             return
         known = set(parameters_of(optimizer))
         trained = [each for each in self.own if each in known]
@@ -83,10 +84,6 @@ class FiniteCheck:
         if self.rank == 0 and self.weights is not None and not self.weights.isfinite().all():
             text = "the weights are not finite: CHECK_FINITE=1 names the step, rank and layer"
             say(f"guard.py: {text}")
-
-
-def parameters_of(optimizer) -> list:
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def size_of(gradient):

@@ -33,11 +33,10 @@ from pathlib import Path
 
 import torch
 from check_resume_notes import PLAN, Recorder, read
-from processes import kill_descendants, prctl
+from processes import adopt_orphans, kill_descendants
 from report import end_now, format_ranges
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
-PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans become children of this process
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 KINDS = {  # what must be equal in each step
     "rates": "another learning rate",
@@ -90,9 +89,9 @@ class Rehearsal(Recorder):
 def protect_files(place: Path) -> None:
     """End this rank before it changes a file elsewhere: the run may be that of real checkpoints."""
     caches = [path for name, path in os.environ.items() if path and "_CACHE" in name]
-    elsewhere = (f"{place}/", "/dev/", "/proc/", f"{Path.home()}/.", *caches)
+    changeable = (f"{place}/", "/dev/", "/proc/", f"{Path.home()}/.", *caches)
 
-    def check(path, allowed) -> None:
+    def refuse_outside(allowed, path) -> None:
         if isinstance(path, (str, bytes, os.PathLike)):
             real = os.path.realpath(os.fsdecode(path))
             if not real.startswith(allowed):
@@ -100,17 +99,17 @@ def protect_files(place: Path) -> None:
 
     def audit(event: str, arguments: tuple) -> None:
         if event == "open" and arguments[2] & WRITES:
-            check(arguments[0], elsewhere)
+            refuse_outside(changeable, arguments[0])
         if event in ("os.remove", "os.rename", "os.truncate", "shutil.rmtree"):
-            check(arguments[0], elsewhere)
-            check(arguments[1], elsewhere)
+            refuse_outside(changeable, arguments[0])
+            refuse_outside(changeable, arguments[1])
 
     def check_arguments(owner, name: str) -> None:
         function = getattr(owner, name)
 
         def checked(*args, **kwargs):
             for each in (*args, *kwargs.values()):
-                check(each, f"{place}/")
+                refuse_outside(f"{place}/", each)
             return function(*args, **kwargs)
 
         setattr(owner, name, checked)
@@ -141,7 +140,7 @@ def main() -> int:
     args = parser.parse_args()
     if not shutil.which(args.command[0]):
         give_up(f"there is no program {args.command[0]!r}")
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     place = Path(tempfile.mkdtemp(prefix="check_resume_")).resolve()
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from check_training import after, hook
+from check_training import after, hook, parameters_of
 from report import own_rank, say, write_event
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -332,10 +332,6 @@ def read(file: Path) -> list[dict]:
         for line in file.read_text().splitlines():
             notes.append(json.loads(line))
     return notes
-
-
-def parameters_of(optimizer) -> list:
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def has_gradient(optimizer) -> bool:

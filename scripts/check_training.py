@@ -99,7 +99,7 @@ class TrainingCheck:
         self.steps[optimizer] = done + 1
         if done not in (0, STEPS, ALONE_STEPS):
             return
-        trained = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        trained = {id(each): each for each in parameters_of(optimizer)}
         size = distributed.get_world_size() if distributed.is_initialized() else 0
         if size < self.watch.size:
             if done == (STEPS if size else ALONE_STEPS):
@@ -266,6 +266,10 @@ def names_ranks() -> bool:
 
 
 # ----------------------------------------------------------------------------------------- tools
+
+
+def parameters_of(optimizer) -> list:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def after(owner, name: str, note) -> None:

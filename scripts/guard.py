@@ -36,7 +36,7 @@ Environment:
                   it goes on where this one stopped; else, the directory of these notes []
     CHECK_TRAINING  0: not whether the ranks train one model together         [1]
     STORE_KEY     a secret of the job's ranks: other users cannot guess which keys of the
-                  store guard.py reads        [random, from supervise.py and launch.py]
+                  store guard.py reads        [on one node: random, from cluster_train.sh]
     GUARD         0: only set the variables and run the script               [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
@@ -103,7 +103,6 @@ OUT_OF_MEMORY = re.compile("OutOfMemory|out of memory|MemoryError|t allocate mem
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
 LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
 MAX_RANKS = 1_000_000
-MPIRUN_REMEDY = "let it start one scripts/cluster_train.sh per node, with its arguments"
 OWN_MODULES = (
     "check_finite",
     "check_resume",
@@ -265,7 +264,8 @@ def launch_environment(env) -> dict[str, int]:
         env["LOCAL_WORLD_SIZE"] = re.match(r"\d*", tasks_per_node)[0]
     elif not env.get("RANK") and not env.get("WORLD_SIZE"):
         if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
-            fail(f"mpirun has started this without RANK and WORLD_SIZE: {MPIRUN_REMEDY}")
+            remedy = "let it start one scripts/cluster_train.sh per node, with its arguments"
+            fail(f"mpirun has started this without RANK and WORLD_SIZE: {remedy}")
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     size = whole_number("WORLD_SIZE", env.get("WORLD_SIZE", ""), 1, MAX_RANKS)
     rank = whole_number("RANK", env.get("RANK", ""), 0, size - 1)

@@ -113,7 +113,7 @@ TABLE = {
         "after 5 attempts in a row without progress",
     ),
     "a bad node": Row(
-        "a node, or up to half of them, cannot be reached, or the others waited for it in vain; "
+        "a node, or up to half of them, cannot be reached, or never came while the others waited; "
         "one node alone has no mount, Python or package, or does not answer in a hang; its driver "
         "reports a failed GPU",
         "restart",
@@ -271,10 +271,10 @@ def told(attempt):
             named.update(report.hosts)
     hosts = tuple(host for host in attempt.hosts if host in named)
     most = len(attempt.hosts) // 2 if first.cause == "node lost" else 1
-    is_of_user = (
-        first.cause == "configuration" and hosts == attempt.hosts[:1]
-    )  # it is checked there
-    return first, () if len(hosts) > most or is_of_user else hosts
+    is_first = hosts == attempt.hosts[:1]  # it checks what the user has written
+    if len(hosts) > most or (first.cause == "configuration" and is_first):
+        hosts = ()
+    return first, hosts
 
 
 def words(report):

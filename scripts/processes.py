@@ -12,7 +12,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>: the signal to send when the parent process ends
+# <linux/prctl.h>
+PR_SET_PDEATHSIG = 1  # the signal to send when the parent process ends
+PR_SET_CHILD_SUBREAPER = 36  # orphans among the descendants become children
 
 
 def parent_of(process):
@@ -81,3 +83,8 @@ def prctl(option, value):
 def end_with_parent():
     """The kernel will send this process SIGTERM when its parent ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def adopt_orphans():
+    """Descendants of this process whose parent ends become its children: it can end them."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)

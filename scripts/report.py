@@ -6,13 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-HOST = socket.gethostname()
+from hosts import HOST
+
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 STOP_SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
 OTHERS_SECONDS = 3  # for the other hosts to find the same user error

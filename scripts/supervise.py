@@ -81,12 +81,12 @@ from pathlib import Path
 from hosts import HOST, choose_hosts, choose_master, expand, fewest_and_most, name_among
 from policy import AGAIN, END, Attempt, Limits, Report, decide, stops
 from processes import (
+    adopt_orphans,
     descendants,
     end_with_parent,
     handles,
     kill_descendants,
     parent_of,
-    prctl,
     variables_of,
 )
 from scheduler import (
@@ -104,7 +104,6 @@ PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this
 # Without the hosts at fault, a report of these is evidence against its host.
 OWN_FAULTS = ("configuration", "exception", "killed", "out of memory")
 USER_ERRORS = ("configuration", "NaN")
-PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>: orphans among the descendants become children
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 # Variables with the names of files, by which supervise.py and the training communicate.
@@ -173,7 +172,7 @@ def main():
         supervisor.set_master(os.environ)
         os.environ.pop("ON_EVENT", None)
         os.execvp(command[0], command)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     return supervisor.keep_alive()
 
 
@@ -433,15 +432,7 @@ class Supervisor:
     def attempt(self):
         """Run COMMAND once. Returns what policy.py needs, and more for the attempt log."""
         count = len(self.earlier) + 1
-        self.files = self.directory / f"{HOST}_{os.getpid()}_{count}"
-        shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
-        try:
-            self.files.mkdir(0o700, parents=True)
-        except OSError as error:
-            self.files = Path(tempfile.mkdtemp())
-            what = "a stop reaches ranks on this host only: set LOG_DIR"
-            log(f"WARNING: cannot write to {self.directory} ({error}); {what}")
-
+        self.make_files(count)
         env = self.environment(count)
         facts = {"attempt": env["ATTEMPT_ID"], "start": time.time(), "code": code_version()}
         before = last_change()
@@ -479,6 +470,17 @@ class Supervisor:
         )
         shutil.rmtree(self.files, ignore_errors=True)
         return attempt._replace(progress=progress(attempt, facts, before)), facts
+
+    def make_files(self, count):
+        """The directory of FILES of the next attempt."""
+        self.files = self.directory / f"{HOST}_{os.getpid()}_{count}"
+        shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
+        try:
+            self.files.mkdir(0o700, parents=True)
+        except OSError as error:
+            self.files = Path(tempfile.mkdtemp())
+            what = "a stop reaches ranks on this host only: set LOG_DIR"
+            log(f"WARNING: cannot write to {self.directory} ({error}); {what}")
 
     def environment(self, count):
         """The environment of the next attempt."""
@@ -526,7 +528,8 @@ class Supervisor:
             made["STOP"] = now
         else:
             by_slurm = ended_by()
-            made.update({by_slurm: now} if by_slurm else {})
+            if by_slurm:
+                made[by_slurm] = now
 
     def reports(self, hosts, code):
         """Those of the hosts; without any, what the scheduler knows."""

@@ -51,7 +51,7 @@ RECORD = """if True:
         places = ((s, micro) for s in itertools.count(step) for micro in self.micro_batches)
         with open(f"{DIRECTORY}-samples{rank}.jsonl", "a") as file:
             for micro_batch, (s, micro) in zip(inner(self, step, device), places):
-                ids = [key % self.samples for key in micro_batch[-1].tolist()]
+                ids = micro_batch.indices.tolist()
                 print(json.dumps([s, micro, ids]), file=file, flush=True)
                 yield micro_batch
 

@@ -1,7 +1,8 @@
 """The budgets. To raise one is a commit that says what for.
 
-Five of them are not met yet. They stand at what is there now, so that it only shrinks; AIMS has
-what they are to become.
+Five of them are above their aims. They stand at what is there now, so that it only shrinks. The
+aims: 26,500 tokens in the launch path, 31,500 in all scripts, 14,800 words in all pages, 12,000
+lines of tests, 37 variables.
 
 Python is counted in tokens without comments and docstrings: neither packing nor spreading changes
 them. Code that moves into strings, shell, data files or benchmarks counts, too.
@@ -17,13 +18,6 @@ from pathlib import Path
 import pytest
 from harness import REPO
 
-AIMS = {
-    "tokens of the launch path": 26_500,
-    "tokens of all scripts": 31_500,
-    "words of all pages": 14_800,
-    "lines of tests": 12_000,
-    "variables": 37,
-}
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
@@ -31,7 +25,7 @@ NO_CODE = {
 # Environment variables of PyTorch, Python, schedulers, other programs and the system; the last line
 # has words that are no variables.
 OF_OTHERS = re.compile(
-    "(SLURM|PBS|PET|OMPI|NCCL|GLOO|CUDA|CUBLAS|TORCHELASTIC|TORCH_NCCL|TORCH_DISTRIBUTED|OMP|OMPI)_.*"
+    "(SLURM|PBS|PET|OMPI|NCCL|GLOO|CUDA|CUBLAS|TORCHELASTIC|TORCH_NCCL|TORCH_DISTRIBUTED|OMP)_.*"
     "|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCH_(CPP|ELASTIC)_.*|PYTHON.+"
     "|(TRITON|TORCHINDUCTOR)_CACHE_DIR|GLIBC_TUNABLES|CONDA_(PREFIX|DEFAULT_ENV)|VIRTUAL_ENV"
     "|MODULESHOME|NCPUS|BASH_.*|LINENO|PWD|USER|HOME|PATH|TMPDIR"

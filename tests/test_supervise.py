@@ -514,7 +514,7 @@ def test_neither_the_training_nor_ps_shows_a_secret_of_on_event(tmp_path, superv
 RUN_ON_EVENT = """
 import supervise
 supervise.ON_EVENT_SECONDS = 1
-supervise.prctl(supervise.PR_SET_CHILD_SUBREAPER, 1)
+supervise.adopt_orphans()
 supervise.run_on_event({"reason": "x" * 200_000})
 """
 
