@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-# What scripts/guard.py sets for CPU ranks, for contestants that it does not start.
+# What makes malloc keep freed memory, as the trainer does, for all contestants.
 MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=2147483647:glibc.malloc.mmap_max=0"}
 
 

@@ -135,9 +135,10 @@ class TrainingCheck:
     def compare(self, key: str, ranks, note, judge) -> None:
         """With the notes that the other ranks store with the same key, if this is the last one."""
         store = self.watch.store
-        keys = [f"training {zlib.crc32(key.encode())} {rank}" for rank in ranks]
-        store.set(keys[ranks.index(self.watch.rank)], json.dumps(note))
-        if store.check(keys):
+        name = f"training {zlib.crc32(key.encode())}"
+        store.set(f"{name} {self.watch.rank}", json.dumps(note))
+        if store.add(f"{name} ranks", 1) == len(ranks):
+            keys = [f"{name} {rank}" for rank in ranks]
             notes = [json.loads(text) for text in store.multi_get(keys)]
             for finding in judge(ranks, notes):
                 self.say(*finding)

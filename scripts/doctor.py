@@ -150,7 +150,7 @@ class Rank:
         remedy = "put --checkpoint-dir on a file system that all nodes share"
         self.check("run directory", self.find_mark, remedy)
         if self.size > 1 and None not in self.infos:
-            guard.choose_interface(self.infos)
+            guard.choose_interface(guard.peers_of(self.infos))
             remedy = "search docs/TROUBLESHOOTING.md for this, or set NCCL_DEBUG=WARN"
             self.check("all_reduce", self.all_reduce, remedy)
         self.send("done", True)

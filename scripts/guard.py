@@ -10,8 +10,7 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - checks before the script starts that all ranks are present, and run the same script and PyTorch
   version;
 - keeps compiled kernels on this node's disk, in a directory that no other user can write to;
-- on a machine without GPUs, binds each rank to its share of the cores, and makes malloc keep freed
-  memory, which speeds up training on CPUs;
+- on a machine without GPUs, binds each rank to its share of the cores;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without progress,
   all ranks print their stacks and exit, and the error reports the ranks at fault;
 - reports a slow rank: one that is late in each step, so that the others wait for it;
@@ -29,15 +28,14 @@ Environment:
                   9/10 of the timeout of the default process group: 540 s with NCCL,
                   1,620 s with gloo, or of init_process_group(timeout=...)  []
     SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
-                  collectives; 0: slow ranks are not named                  [60]
+                  collectives; 0: slow ranks are not named      [60; with NCCL, 0]
     CHECK_FINITE  1: name the first step in which a gradient is not finite, its rank
                   and its layer                                             []
     CHECK_RESUME  1, under supervise.py: an attempt notes what a later one compares, to know whether
                   it goes on where this one stopped; else, the directory of these notes []
     CHECK_TRAINING  0: not whether the ranks train one model together         [1]
-    STORE_KEY     a secret of the job's ranks: other users cannot guess which keys of the
-                  store guard.py reads        [on one node: random, from cluster_train.sh]
-    GUARD         0: only set the variables and run the script               [1]
+    GUARD         check: nothing of this but the variables, the stop signals, the rank
+                  check and the reason of a failure; 0: not the rank check either [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
     EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
                   that has failed, and ranks that do not train one model    []
@@ -84,12 +82,12 @@ from report import (
     format_ranges,
     has_gpu,
     ranks_by_host,
+    ranks_do,
     say,
     seconds,
     stop_signal,
     wait_for,
     whole_number,
-    write_event,
     write_failure,
     write_stop,
 )
@@ -101,7 +99,7 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
 )
 OUT_OF_MEMORY = re.compile("OutOfMemory|out of memory|MemoryError|t allocate memory")
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
-LOST_GPU = re.compile("Unable to determine the device handle|GPU is lost|GPU requires reset", re.I)
+GUARDS = ("0", "check", "1")  # what GUARD may be
 MAX_RANKS = 1_000_000
 OWN_MODULES = (
     "check_finite",
@@ -117,9 +115,6 @@ OWN_MODULES = (
     "report",
     "slow_ranks",
 )
-M_TRIM_THRESHOLD = -1  # <malloc.h>
-M_MMAP_MAX = -4
-KEPT_BYTES = 384 << 20  # of freed memory; if more is free, all of it is returned
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
 
 
@@ -135,20 +130,22 @@ def run_as_rank(arguments: list[str]) -> None:
     """Check all ranks, run the script, and report its error."""
     forward_stop_signals()
     world = launch_environment(os.environ)
-    faulthandler.register(signal.SIGQUIT)  # prints all stacks; the run goes on
-    configure_process(world)
+    if "TORCHELASTIC_RUN_ID" in os.environ and world["WORLD_SIZE"] > 1:
+        end_with_parent()
     share_gpu(world)
-    choose_caches()
-    keep_freed_memory()
-    os.register_at_fork(before=wait_for_new_threads)
-    watch = None
-    is_guarded = os.environ.get("GUARD") != "0"
+    guard = os.environ.get("GUARD") or "1"
+    if guard not in GUARDS:
+        fail(f"GUARD is {guard!r}, not one of {', '.join(GUARDS)}")
+    is_guarded = guard == "1"
     if is_guarded:
-        explain.remember_output()
-        if world["LOCAL_RANK"] == 0 and is_srun_step(os.environ):
-            check_node(arguments)
-        if world["WORLD_SIZE"] > 1:
-            watch = start_watch(world, arguments)
+        configure_process(world)
+    if guard != "0" and world["LOCAL_RANK"] == 0 and is_srun_step(os.environ):
+        check_node(arguments)
+    watch = None
+    if guard != "0" and world["WORLD_SIZE"] > 1:
+        store, peers = check_ranks(world, arguments)
+        if is_guarded:
+            watch = start_watch(world, store, peers)
     finite = None
     if watch or (is_guarded and os.environ.get("CHECK_FINITE") == "1"):
         import check_finite  # imports PyTorch
@@ -172,7 +169,7 @@ def run_as_rank(arguments: list[str]) -> None:
         watch.end(error)
     if error and is_rank:
         if memory.oom_kills() > oom_kills and has_lost_rank(error):
-            write_failure("out of memory", memory.KILLED, None)
+            write_failure("out of memory", memory.KILLED)
         report_error(error, world["RANK"], watch)
     if error:
         print_traceback(error)
@@ -188,12 +185,11 @@ def check_node(arguments: list[str]) -> None:
     node_check.check_launch(arguments[0], arguments[1:], ranks=1)  # a task may see one GPU
 
 
-def start_watch(world: dict[str, int], arguments: list[str]) -> HangWatch:
-    """Check the ranks; from now on, watch them."""
-    store, infos = check_ranks(world, arguments)
+def start_watch(world: dict[str, int], store, peers: dict) -> HangWatch:
+    """From now on, watch the ranks."""
     import check_training  # imports PyTorch, as check_ranks() does
 
-    watch = HangWatch(world["RANK"], store, infos)
+    watch = HangWatch(world["RANK"], world["WORLD_SIZE"], store, peers)
     slow_ranks.start(watch)
     check_training.start(watch)
     return watch
@@ -233,7 +229,7 @@ def forward_stop_signals() -> None:
 
 
 def forward_stop(number: int, _frame) -> None:
-    write_stop(number)
+    write_stop(number)  # first: the signal may end this process
     os.kill(os.getpid(), stop_signal())
 
 
@@ -311,12 +307,18 @@ def is_srun_step(env) -> bool:
 
 
 def configure_process(world: dict[str, int]) -> None:
-    """Give this rank its share of the node's cores; stop it if torchrun is killed."""
-    if not hasattr(os, "sched_getaffinity") or world["WORLD_SIZE"] == 1:
-        return
+    """What changes in this process beside the environment variables of the launch."""
+    faulthandler.register(signal.SIGQUIT)  # prints all stacks; the run goes on
+    os.register_at_fork(before=wait_for_new_threads)
+    explain.remember_output()
+    choose_caches()
+    if hasattr(os, "sched_getaffinity") and world["WORLD_SIZE"] > 1:
+        choose_cores(world)
+
+
+def choose_cores(world: dict[str, int]) -> None:
+    """Give this rank its share of the node's cores."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if by_torchrun:
-        end_with_parent()
     cores = sorted(os.sched_getaffinity(0))
     by_srun = os.environ.get("SLURM_CPU_BIND_TYPE") == "none"  # slurm_train_multinode.sh
     if by_torchrun or by_srun or len(cores) == os.cpu_count():  # the rank is not bound yet
@@ -367,27 +369,14 @@ def wait_for_new_threads() -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(0), None)  # takes the same lock
 
 
-def keep_freed_memory() -> None:
-    """Without GPUs, make glibc keep up to KEPT_BYTES, unless the user has set its malloc.
-
-    It would return each large activation to the kernel and fault it in again in the next step,
-    which is the largest single cost of a small network on a CPU.
-    """
-    libc = ctypes.CDLL(None)
-    if has_gpu() or os.environ.get("GLIBC_TUNABLES") or not hasattr(libc, "mallopt"):
-        return
-    libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-    libc.mallopt(M_MMAP_MAX, 0)
-
-
 # --------------------------------------------------------------------------------- rank check
 
 
 def check_ranks(world: dict[str, int], arguments: list[str]):
     """Wait for all ranks and compare them; if there is a problem, all exit. Collective: every rank.
 
-    Returns (store, what the others need of each rank info). It uses a store with a timeout, because
-    a collective would hang if a rank is missing.
+    Returns (store, see peers_of()). It uses a store with a timeout, because a collective would hang
+    if a rank is missing. Only rank 0 reads what all ranks write.
     """
     rank = world["RANK"]
     timeout = seconds("RANK_TIMEOUT", 300)
@@ -401,34 +390,45 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     if result is None:
         text = f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log"
         fail(text, "node lost")
-    problem, infos = json.loads(result)
-    if problem and rank == 0:
-        if None in infos:
-            started = ranks_by_host(infos)
-            write_failure("node lost", problem, rank, started_hosts=list(started))
-        fail(problem)
+    problem, peers = json.loads(result)
     if problem:
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
-    choose_interface(infos)
+    choose_interface(peers)
     if world["WORLD_SIZE"] > world["LOCAL_WORLD_SIZE"]:
         check_run_directory(world, store, arguments)
-    return store, infos
+    return store, peers
 
 
 def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
-    """Rank 0: wait for the rank infos; put the problem found, and the infos, into the store."""
+    """Rank 0: wait for the rank infos; put the problem found, and peers_of(), into the store."""
     infos = []
     for rank in range(size):
         text = wait_for(store, f"rank {rank}", deadline)
         infos.append(json.loads(text) if text else None)
     problem = find_problem(infos, timeout)
-    if not problem:
-        for ranks in ranks_by_host(infos).values():
-            print(f"guard.py: {name_ranks(ranks, infos)}", flush=True)
-        for info in infos:
-            del info["same"]  # the others need the rest only
-    store.set("result", json.dumps([problem, infos]))
+    store.set("result", json.dumps([problem, peers_of(infos)]))
+    started = ranks_by_host(infos)
+    if None in infos:
+        write_failure("node lost", problem, 0, started_hosts=list(started))
+    if problem:
+        fail(problem)
+    for host, ranks in started.items():
+        print(f"guard.py: {ranks_do(ranks, [host], '')}", flush=True)
+
+
+def peers_of(infos: list[dict | None]) -> dict:
+    """What each rank needs to know of the others: it does not grow with their number.
+
+    hosts: how many; first: the host and process of rank 0; other_address: of a rank elsewhere.
+    """
+    first = infos[0]
+    others = [info["address"] for info in infos if info and info["host"] != first["host"]]
+    return {
+        "hosts": len(ranks_by_host(infos)),
+        "first": {"host": first["host"], "pid": first["pid"]},
+        "other_address": others[0] if others else "",
+    }
 
 
 def check_run_directory(world: dict[str, int], store, arguments: list[str]) -> None:
@@ -523,8 +523,7 @@ def open_store(world: dict[str, int], timeout: float):
     )
     job = os.environ.get("ATTEMPT_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    key = os.environ.get("STORE_KEY")  # ranks of another job are not seen, and cannot guess this
-    return dist.PrefixStore(f"guard {job} {restart} {key}", store)
+    return dist.PrefixStore(f"guard {job} {restart}", store)  # not the ranks of another job
 
 
 def find_problem(infos: list[dict | None], timeout: float) -> str:
@@ -555,9 +554,7 @@ def find_differences(infos: list[dict | None], group: str):
 
 def name_ranks(ranks: list[int], infos: list[dict | None]) -> str:
     """For example: ranks 0-3 on node01, node02."""
-    plural = "s" if len(ranks) > 1 else ""
-    hosts = dict.fromkeys(infos[rank]["host"] for rank in ranks)
-    return f"rank{plural} {format_ranges(ranks)} on {', '.join(hosts)}"
+    return ranks_do(ranks, [infos[rank]["host"] for rank in ranks], "")
 
 
 def address_towards(host: str) -> str:
@@ -571,21 +568,21 @@ def address_towards(host: str) -> str:
     return "127.0.0.1"
 
 
-def choose_interface(infos: list[dict]) -> None:
+def choose_interface(peers: dict) -> None:
     """Set GLOO_SOCKET_IFNAME if the host name resolves to a loopback address.
 
     Gloo listens on the address of the host name. If that is 127.0.1.1, as on Debian, no other host
     can reach it.
     """
-    first_host = infos[0]["host"]
-    others = [info["address"] for info in infos if info["host"] != first_host]
-    if not others:
+    if peers["hosts"] == 1:
         return
     with suppress(OSError):
         first_result = socket.getaddrinfo(HOST, None)[0]
         if not LOOPBACK.match(first_result[4][0]):
             return
-    own_address = address_towards(others[0] if HOST == first_host else os.environ["MASTER_ADDR"])
+    is_first = HOST == peers["first"]["host"]
+    target = peers["other_address"] if is_first else os.environ["MASTER_ADDR"]
+    own_address = address_towards(target)
     for _, name in socket.if_nameindex():
         if address_of_interface(name) == own_address and not LOOPBACK.match(own_address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -637,25 +634,7 @@ def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> No
     cause, reason = cause_and_reason(error)
     write_failure(cause, reason, rank)
     if cause == "exception" and GPU_ERROR.search(reason):
-        report_gpu(rank, reason)
-
-
-def report_gpu(rank: int, reason: str) -> None:
-    """If the driver says that a GPU has failed, tell scripts/supervise.py: evidence against HOST.
-
-    The error alone is no evidence: most CUDA errors are the script's own fault. Nor are memory
-    errors, unless it is one: the driver counts them from its start. After Xid 79 ("fallen off the
-    bus"), nvidia-smi itself fails.
-    """
-    is_memory_error = re.search("ECC|uncorrectable", reason)
-    for finding in node_check.attempt(node_check.gpus):
-        if node_check.MEMORY_ERRORS in finding.observed and not is_memory_error:
-            continue
-        if finding.level == "FAIL" or LOST_GPU.search(finding.observed):
-            text = f"defective GPU on {HOST}: {finding.observed}"
-            say(f"guard.py: {text}")
-            write_event("gpu_failed", text, ranks=[rank], host=HOST)
-            return
+        node_check.report_gpu(reason)
 
 
 def has_lost_rank(error: BaseException) -> bool:
@@ -684,8 +663,10 @@ def wait_for_lost_rank(error: BaseException, rank: int, watch: HangWatch | None)
     if ended:
         text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
         text += " must take part in the same collectives"
-        write_failure("exception", text, rank)
+        write_failure("exception", text, rank, hosts=[])
         say(f"guard.py: {text}")
+    if GPU_ERROR.search(str(error)):
+        node_check.report_gpu("")  # of a rank that was aborted
     time.sleep(1)
 
 

@@ -18,18 +18,11 @@ from contextlib import suppress
 from datetime import timedelta
 
 from processes import parent_of
-from report import (
-    HOST,
-    has_gpu,
-    ranks_by_host,
-    say,
-    seconds,
-    wait_for,
-    write_failure,
-)
+from report import HOST, has_gpu, ranks_do, say, seconds, wait_for, write_failure
 
 SILENT = "does not answer"
 ENDED = "has ended"
+NOT_STARTED = "which its GPU has not started"
 LONGEST_TICK = 3  # seconds between two looks of a watch; in the rest, the process was suspended
 POLL = 5  # seconds between checks for a hang that another rank has found
 QUIET_SECONDS = 30  # without progress, at most, before the recorder is asked for a limit
@@ -42,6 +35,10 @@ NAMES = 20  # names of collectives in a note, before and after the first incompl
 RECORDERS = ("nccl", "nccl2", "nccl-lazy", "xccl", "gloo")  # PyTorch's, from 2.15 on
 EQUAL_SIZES = re.compile("reduce|broadcast|backward")  # collectives with the same on all ranks
 WARM_UP_STEPS = 10  # optimizer steps whose times do not count
+MAX_GROUPS = 4  # of ranks, whose lines the report names
+OWN_DIRECTORY = os.path.dirname(os.path.realpath(__file__))
+LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
+PYTORCH = re.compile(r"/torch/|/lib/python3[^/]*/(?!(site|dist)-packages/)|^<")
 WAITING_CODE = re.compile(  # of PyTorch: where the main thread waits for other ranks
     r"/torch/(distributed/(distributed_c10d|rendezvous|device_mesh|utils)|nn/parallel/\w+)\.py$"
 )
@@ -57,15 +54,16 @@ class HangWatch:
     enqueued the first incomplete collective; the others may be far ahead of it.
     """
 
-    def __init__(self, rank: int, store, infos: list[dict]):
+    def __init__(self, rank: int, size: int, store, peers: dict):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         enable_flight_recorder()
         register_optimizer_step_pre_hook(self.on_step)
         self.rank = rank
+        self.size = size
         self.store = store
-        self.infos = infos  # see check_ranks()
-        self.size = len(infos)
+        self.hosts = peers["hosts"]  # see peers_of()
+        self.infos = RankInfos(store, peers["first"])
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
         self.steps = 0
         self.step_times = deque(maxlen=2000)  # when they began, nanoseconds since 1970
@@ -127,57 +125,73 @@ class HangWatch:
 
     def own_note(self) -> dict:
         """Where this rank is."""
-        waits = waits_for()
-        return {"steps": self.steps, "quiet": self.quiet, "waits": waits, "groups": positions()}
+        return {
+            "steps": self.steps,
+            "quiet": self.quiet,
+            "waits": waits_for(),
+            "groups": positions(),
+            "lines": lines_of_script(),
+        }
 
     def exit_all(self) -> None:
-        """Print the stacks, exchange positions, report the hang and exit."""
+        """Exchange positions, print the stacks, report the hang and exit."""
+        note = self.own_note()
+        no_store = {0: f"or its torchrun {SILENT}"}  # one of them is the store's server
+        threading.Timer(30, self.report, [{self.rank: note}, no_store]).start()
+        publishing = threading.Thread(target=self.publish, args=[note], daemon=True)
+        publishing.start()
+        publishing.join(POLL)  # before the stacks: to print them may take long
         say(f"guard.py: rank {self.rank} on {HOST}: all stacks")
         faulthandler.dump_traceback(file=2, all_threads=True)
-        alone = {self.rank: self.own_note()}
-        no_store = {0: f"or its torchrun {SILENT}"}  # one of them is the store's server
-        threading.Timer(30, self.report, [alone, no_store]).start()
         with suppress(Exception):  # the store has ended
             self.report(*self.exchange_notes())
         time.sleep(60)  # the timer reports
 
+    def publish(self, note: dict) -> None:
+        with suppress(Exception):  # the store has ended
+            self.store.set(f"hang note {self.rank}", json.dumps(note))
+            self.store.set("hang", "1")
+
     def exchange_notes(self) -> tuple[dict[int, dict], dict[int, str]]:
         """(notes of the ranks that answer, why the others have none).
 
-        Rank 0 collects the notes; elsewhere, there are none. If rank 0 does not answer, rank 1
-        does so, and so on.
+        Rank 0 collects the notes; elsewhere, there are none, and only the silent ranks of this
+        host. If rank 0 does not answer, rank 1 collects them, and so on.
         """
-        self.store.set(f"hang note {self.rank}", json.dumps(self.own_note()))
-        self.store.set("hang", "1")
         deadline = time.monotonic() + POLL + 3
         if self.rank > 0:
             # Rank 0 may have found the hang up to POLL seconds later.
-            result = wait_for(self.store, "hang silent", deadline + POLL + 3 + self.rank)
-            if result is not None:
-                return {}, {int(rank): state for rank, state in json.loads(result).items()}
-        ended = self.ended()
+            if wait_for(self.store, "hang notes", deadline + POLL + 3 + self.rank) is not None:
+                ranks = wait_for(self.store, f"hang silent {HOST}", 0) or "[]"
+                return {}, dict.fromkeys(json.loads(ranks), SILENT)
         notes = {}
-        silent = {}
+        silent = dict.fromkeys(self.ended(), ENDED)
+        by_host = {}
         for rank in range(self.size):
-            if rank in ended:
-                silent[rank] = ENDED
+            if rank in silent:
                 continue
             text = wait_for(self.store, f"hang note {rank}", deadline)
             if text:
                 notes[rank] = json.loads(text)
             else:
                 silent[rank] = SILENT
-        self.store.set("hang silent", json.dumps(silent))
+                by_host.setdefault(self.infos[rank]["host"], []).append(rank)
+        for host, ranks in by_host.items():
+            self.store.set(f"hang silent {host}", json.dumps(ranks))
+        self.store.set("hang notes", "1")
         return notes, silent
 
     def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:
         """Print the error, if this rank has notes; kill the silent ranks of this host, and exit."""
         if notes:
             quiet = max(note["quiet"] for note in notes.values())
-            text = f"hang: {where_ranks_are(notes, silent, self.infos)}"
-            text += f"; no progress for {quiet:.0f} s (HANG_TIMEOUT)"
-            hosts = {self.infos[rank]["host"] for rank in silent if silent[rank] == SILENT}
-            write_failure("hang", text, self.rank, silent_hosts=sorted(hosts))
+            usual, at_fault = find_fault(notes)
+            at_fault.update(silent)
+            text = f"hang: {where_ranks_are(usual, at_fault, self.infos)}"
+            text += f"; {lines_of_ranks(notes, at_fault)}"
+            text += f"no progress for {quiet:.0f} s (HANG_TIMEOUT)"
+            hosts = hosts_to_blame(at_fault, self.infos)
+            write_failure("hang", text, self.rank, hosts=hosts)
             say(f"guard.py: error: {text}")
         time.sleep(1)  # let that rank print before the launcher kills it
         for rank, state in silent.items():
@@ -205,7 +219,7 @@ class HangWatch:
         deadline = time.monotonic() + 2 + self.size / 200
         while len(self.ended()) < self.size and time.monotonic() < deadline:
             time.sleep(0.05)
-        if len(ranks_by_host(self.infos)) > 1:
+        if self.hosts > 1:
             time.sleep(0.5)  # so that its torchrun exits last
 
     def ended(self) -> set[int]:
@@ -215,10 +229,24 @@ class HangWatch:
         return {int(rank) for rank in self.store.get("ended").split()}
 
     def ended_ranks(self) -> str:
+        """For the first rank that asks, those whose script has ended."""
         with suppress(Exception):  # the store has ended, too
             ranks = sorted(self.ended())
-            return ", ".join(f"rank {rank} on {self.infos[rank]['host']}" for rank in ranks)
+            if ranks and self.store.add("ended ranks", 1) == 1:
+                return ranks_do(ranks, [self.infos[rank]["host"] for rank in ranks], "")
         return ""
+
+
+class RankInfos(dict):
+    """{rank: see rank_info()}, read from the store once it is needed; that of rank 0 is known."""
+
+    def __init__(self, store, first: dict):
+        super().__init__({0: first})
+        self.store = store
+
+    def __missing__(self, rank: int) -> dict:
+        self[rank] = json.loads(self.store.get(f"rank {rank}"))
+        return self[rank]
 
 
 def kill_sibling(process: int) -> None:
@@ -232,10 +260,12 @@ def enable_flight_recorder() -> None:
     """Set what PyTorch reads when it creates the first process group; before 2.11, it is off.
 
     With timing, NCCL's entries say which GPU has not started a collective, and how long each took.
+    It costs two events of CUDA per collective.
     """
     name = "TORCH_FR_BUFFER_SIZE" if records_gloo() else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     os.environ.setdefault(name, "2000")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+    if seconds("SLOW_RANK_INTERVAL", 0):
+        os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 
 def records_gloo() -> bool:
@@ -265,23 +295,61 @@ def timeout_of_process_group() -> float:
 # ------------------------------------------------------------------------------------ verdict
 
 
-def where_ranks_are(notes: dict[int, dict], silent: dict[int, str], infos: list[dict]) -> str:
-    """Which ranks are at fault, and where the others wait.
-
-    notes: what the ranks that answer wrote; silent: the other ranks; infos: see check_ranks().
-    """
-    usual, states = find_fault(notes)
-    at_fault = dict(silent)
-    for rank, state in states.items():
-        at_fault[rank] = f"is {state}, {notes[rank]['steps']} steps done"
+def where_ranks_are(usual: str, at_fault: dict[int, str], infos) -> str:
+    """Which ranks are at fault, and where the others wait. infos: {rank: see rank_info()}"""
     if not at_fault:
         return f"all ranks are {usual}: check the network and the GPUs"
-    ranks = [f"rank {rank} on {infos[rank]['host']} {at_fault[rank]}" for rank in sorted(at_fault)]
-    return f"{'; '.join(ranks)}; the others are {usual}"
+    texts = []
+    for state, ranks in ranks_by(at_fault).items():
+        texts.append(ranks_do(ranks, [infos[rank]["host"] for rank in ranks], state))
+    return f"{'; '.join(texts)}; the others are {usual}"
+
+
+def hosts_to_blame(at_fault: dict[int, str], infos) -> list[str]:
+    """Those of ranks that do not answer, and of GPUs that hang; others wait for their script."""
+    states = at_fault.items()
+    ranks = [rank for rank, state in states if state == SILENT or NOT_STARTED in state]
+    return sorted({infos[rank]["host"] for rank in ranks})
+
+
+def lines_of_ranks(notes: dict[int, dict], at_fault: dict[int, str]) -> str:
+    """At which lines the ranks are, with a "; " after each group of them.
+
+    First those at fault, then the smallest groups.
+    """
+    lines = {rank: note["lines"] for rank, note in notes.items() if note.get("lines")}
+    groups = ranks_by({rank: own for rank, (own, _) in lines.items()})
+    if len(groups) < 2:  # the script's own lines are the same: those of libraries may differ
+        of_libraries = ranks_by({rank: outside for rank, (_, outside) in lines.items()})
+        groups = of_libraries if len(of_libraries) > 1 else groups
+    groups.pop("", None)
+    order = sorted(groups, key=lambda line: (groups[line][0] not in at_fault, len(groups[line])))
+    texts = [ranks_do(groups[line], [], f"is {line}") for line in order[:MAX_GROUPS]]
+    more = sum(len(groups[line]) for line in order[MAX_GROUPS:])
+    if more:
+        texts.append(f"{more} ranks are elsewhere")
+    return "".join(f"{text}; " for text in texts)
+
+
+def ranks_by(values: dict[int, str]) -> dict[str, list[int]]:
+    """{value: ranks}"""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups
 
 
 def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
     """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks."""
+    usual, places = find_places(notes)
+    states = {}
+    for rank, place_of_rank in places.items():
+        states[rank] = f"is {place_of_rank}, {notes[rank]['steps']} steps done"
+    return usual, states
+
+
+def find_places(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
+    """The same, without the verb and the steps."""
     groups = stuck_groups(notes)
     if not groups:
         return ranks_outside(notes)
@@ -307,7 +375,7 @@ def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
 
 
 def ranks_outside(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """Like find_fault(), where no collective has been recorded, as while NCCL is initialized."""
+    """Like find_places(), where no collective has been recorded, as while NCCL is initialized."""
     functions = [note["waits"] for note in notes.values() if note["waits"]]
     outside = [rank for rank, note in notes.items() if not note["waits"]]
     states = dict.fromkeys(outside, "not in a function of torch.distributed")
@@ -329,7 +397,7 @@ def stuck_groups(notes: dict[int, dict]) -> dict[str, tuple[int, dict]]:
 
 
 def different_ranks(number: int, members: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """Like find_fault(), of a group whose ranks have all enqueued this collective.
+    """Like find_places(), of a group whose ranks have all enqueued this collective.
 
     At fault are ranks in another collective than most; else, those whose GPU has not started it.
     """
@@ -341,7 +409,7 @@ def different_ranks(number: int, members: dict[int, dict]) -> tuple[str, dict[in
             states[rank] = own_place
     if not states and any(position["started"] >= number for position in members.values()):
         waiting = [rank for rank in members if members[rank]["started"] < number]
-        states = dict.fromkeys(waiting, f"{usual}, which its GPU has not started")
+        states = dict.fromkeys(waiting, f"{usual}, {NOT_STARTED}")
     return usual, states
 
 
@@ -431,6 +499,32 @@ def function_of_torch_distributed() -> str:
             break
         name = frame.f_code.co_name
     return name
+
+
+def lines_of_script() -> list[str]:
+    """Where the main thread is: in the files of the script's own directory, and outside of PyTorch.
+
+    "in FUNCTION() at FILE:LINE"; "" if it is nowhere there.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None) or "."
+    directory = os.path.dirname(os.path.realpath(script))
+    own = outside = ""
+    for frame in frames_of_main_thread():
+        file = os.path.realpath(frame.f_code.co_filename)
+        if os.path.dirname(file) == OWN_DIRECTORY:
+            continue
+        if not outside and not PYTORCH.search(file):
+            outside = line_of(frame, "/".join(file.split("/")[-2:]))
+        if file.startswith(f"{directory}/") and not LIBRARY.search(file):
+            own = line_of(frame, os.path.relpath(file, directory))
+            break
+    return [own or outside, outside]
+
+
+def line_of(frame, file: str) -> str:
+    name = frame.f_code.co_name
+    function = "" if name == "<module>" else f"in {name}() "
+    return f"{function}at {file}:{frame.f_lineno}"
 
 
 def frames_of_main_thread() -> list:

@@ -97,7 +97,7 @@ def refuse(text: str, cause: str = "configuration") -> None:
         report.say(f"{PROGRAM}: WARNING: {HOST}: {text}")
         return
     report.say(f"{PROGRAM}: error: {HOST}: {text}")
-    report.write_failure(cause, text, report.own_rank())
+    report.write_failure(cause, text)
     sys.exit(2)
 
 
@@ -346,6 +346,30 @@ def nvidia_smi() -> list[dict[str, str]]:
         raise RuntimeError(f"nvidia-smi: {output.strip()}")
     rows = [line.split(", ") for line in output.splitlines()]
     return [dict(zip(GPU_FIELDS, row)) for row in rows if len(row) == len(GPU_FIELDS)]
+
+
+LOST_GPU = re.compile(
+    "Unable to determine the device handle|GPU is lost|GPU requires reset|does not answer", re.I
+)
+
+
+def report_gpu(reason: str) -> None:
+    """If the driver says that a GPU has failed, or does not answer, tell scripts/supervise.py:
+    evidence against this host. reason: the error of a rank, or "".
+
+    The error alone is no evidence: most CUDA errors are the script's own fault. Nor are memory
+    errors, unless it is one: the driver counts them from its start. After Xid 79 ("fallen off the
+    bus"), nvidia-smi itself fails; after Xid 119, it hangs.
+    """
+    is_memory_error = re.search("ECC|uncorrectable", reason)
+    for finding in attempt(gpus):
+        if MEMORY_ERRORS in finding.observed and not is_memory_error:
+            continue
+        if finding.level == "FAIL" or LOST_GPU.search(finding.observed):
+            text = f"defective GPU on {HOST}: {finding.observed}"
+            report.say(f"guard.py: {text}")
+            report.write_event("gpu_failed", text, host=HOST)
+            return
 
 
 # ---- the machine

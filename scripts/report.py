@@ -1,12 +1,21 @@
-"""What guard.py and its neighbors share: how a rank reports an error, and reads the store."""
+#!/usr/bin/env python3
+"""What guard.py and its neighbors share: how a rank reports an error, and reads the store.
 
-from __future__ import annotations
+    python3 scripts/report.py CAUSE REASON [--host NAME]     write FAILURE_FILE, as a shell script
 
+Any Python from 3.6 on can run this file: cluster_train.sh may have failed before it finds another.
+FAILURE_FILE is JSON: {"cause", "reason", "host": who writes; "time": of the failure, seconds since
+1970; "rank": if there is one; "hosts": those that may be at fault, if that can be said;
+"started_hosts": the others are at fault}
+"""
+
+import argparse
 import json
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,46 +24,62 @@ from hosts import HOST
 
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 STOP_SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
+OWN_FAULTS = ("configuration", "exception", "killed", "out of memory")  # may be the host's
 OTHERS_SECONDS = 3  # for the other hosts to find the same user error
-PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
+STOP_SECONDS = 0.5  # that a slow disk may delay a stop
+FIRST_PAUSE = 0.1  # seconds between two requests of a rank that waits for a key in the store
+LAST_PAUSE = 5
 
 
-def say(text: str) -> None:
+def main():
+    parser = argparse.ArgumentParser(prog="report.py", description="Write FAILURE_FILE.")
+    parser.add_argument("cause", metavar="CAUSE", help="such as configuration")
+    parser.add_argument("reason", metavar="REASON", help="a sentence")
+    parser.add_argument("--host", default=HOST, help="of the failure [this one]")
+    args = parser.parse_args()
+    write_failure(args.cause, args.reason, host=args.host)
+
+
+def say(text):
     """Print to standard error. If that is closed, what guard.py does goes on."""
     with suppress(OSError, ValueError):  # its reader has ended; the script has closed it
         print(text, file=sys.stderr, flush=True)
 
 
-def write_failure(cause: str, reason: str, rank: int | None, host: str = HOST, **more) -> None:
-    """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so.
+def write_failure(cause, reason, rank=None, host=HOST, **more):
+    """Write FAILURE_FILE for scripts/supervise.py, if no other rank has done so; and a file of this
+    host, because the first to write need not be the first to fail.
 
-    A user error is also written to a file of this host, and the first host waits for the others: an
-    error that one host alone has is not the user's.
+    more: hosts or started_hosts, see above. After a user error, the first host waits for the
+    others: one that a host alone has is not the user's.
     """
     file = os.environ.get("FAILURE_FILE")
     if not file:
         return
-    facts = {"cause": cause, "reason": reason, "host": host, **more}
+    facts = {"cause": cause, "reason": reason, "host": host, "time": time.time()}
     if rank is not None:
         facts["rank"] = rank
+    if cause in OWN_FAULTS:
+        facts["hosts"] = [host]
+    facts.update(more)
     is_first = write_new(file, facts)
-    if cause == "configuration" and "ATTEMPT" in os.environ:
+    if "STOP_FILE" in os.environ:  # under supervise.py
         write_new(f"{file}.{host}", facts)
-        if is_first:
+        if is_first and cause == "configuration":
             time.sleep(OTHERS_SECONDS)
 
 
-def write_new(file: str, facts: dict) -> bool:
-    """Write JSON, unless the file exists. Returns whether it was written."""
+def write_new(file, facts):
+    """Write JSON, unless the file, or a link, exists. Returns whether it was written."""
     try:
         with open(file, "x") as new:
-            json.dump(facts, new)
+            new.write(json.dumps(facts))
     except OSError:
         return False
     return True
 
 
-def write_event(event: str, text: str, **facts) -> None:
+def write_event(event, text, **facts):
     """Add a line to EVENTS_FILE for scripts/supervise.py."""
     file = os.environ.get("EVENTS_FILE")
     if file:
@@ -63,34 +88,43 @@ def write_event(event: str, text: str, **facts) -> None:
             events.write(json.dumps(record) + "\n")
 
 
-def write_stop(number: int) -> None:
-    """Name the signal in STOP_FILE for scripts/supervise.py, unless it has asked for the stop."""
+def write_stop(number):
+    """Name the signal in STOP_FILE for scripts/supervise.py, unless it has asked for the stop.
+
+    The stop does not wait for a disk that does not answer.
+    """
+    thread = threading.Thread(target=write_stop_now, args=[number], daemon=True)
+    thread.start()
+    thread.join(STOP_SECONDS)
+
+
+def write_stop_now(number):
     with suppress(OSError), open(os.environ.get("STOP_FILE", ""), "x") as file:
         file.write(signal.Signals(number).name)
 
 
-def fail(text: str, cause: str = "configuration") -> None:
+def fail(text, cause="configuration"):
     """Print a user error and exit with code 2."""
     say(f"guard.py: error: {text}")
     write_failure(cause, text, own_rank())
     sys.exit(2)
 
 
-def end_now(text: str) -> None:
+def end_now(text):
     """Like fail(), but works from another thread while the main thread hangs."""
     with suppress(SystemExit):
         fail(text, "port")
     os._exit(2)
 
 
-def own_rank() -> int:
-    """$RANK; 0 if it is not a number."""
+def own_rank():
+    """$RANK; None if it is not a number."""
     with suppress(ValueError):
         return int(os.environ.get("RANK", ""))
-    return 0
+    return None
 
 
-def seconds(name: str, default: float | None) -> float | None:
+def seconds(name, default):
     """The value of an environment variable in seconds, at most three years."""
     text = os.environ.get(name)
     if not text:
@@ -102,7 +136,7 @@ def seconds(name: str, default: float | None) -> float | None:
     fail(f"{name} is {text!r}, not a number of seconds")
 
 
-def whole_number(name: str, text: str, low: int, high: int) -> int:
+def whole_number(name, text, low, high):
     """The value of an environment variable."""
     with suppress(ValueError):
         value = int(text)
@@ -111,43 +145,61 @@ def whole_number(name: str, text: str, low: int, high: int) -> int:
     fail(f"{name} is {text!r}, not a number from {low} to {high}: correct or unset it")
 
 
-def stop_signal() -> signal.Signals:
+def stop_signal():
     """The signal that makes the training save and exit: $STOP_SIGNAL."""
     name = os.environ.get("STOP_SIGNAL") or "TERM"
     if name not in STOP_SIGNALS:
-        fail(f"STOP_SIGNAL is {name!r}, not one of {', '.join(STOP_SIGNALS)}")
+        fail("STOP_SIGNAL is {!r}, not one of {}".format(name, ", ".join(STOP_SIGNALS)))
     return STOP_SIGNALS[name]
 
 
-def has_gpu() -> bool:
+def has_gpu():
     for pattern in ("nvidia[0-9]*", "kfd", "dxg"):
         if any(Path("/dev").glob(pattern)):
             return True
     return False
 
 
-def wait_for(store, key: str, deadline: float) -> str | None:
+def wait_for(store, key, deadline):
     """The value of a key in the store; None if it is not set before the deadline.
 
-    store.wait() would need no pauses, but prints warnings when its time is over.
+    Each pause is a tenth of the time waited so far: thousands of ranks may wait for one that never
+    comes. store.wait() would need no pauses, but prints warnings when its time is over.
     """
+    began = time.monotonic()
     while not store.check([key]):
-        rest = deadline - time.monotonic()
-        if rest < 0:
+        now = time.monotonic()
+        if now >= deadline:
             return None
-        time.sleep(min(PAUSE, rest))
+        pause = min(max(FIRST_PAUSE, (now - began) / 10), LAST_PAUSE)
+        time.sleep(min(pause, deadline - now))
     return store.get(key).decode()
 
 
-def ranks_by_host(infos: list[dict | None]) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
+PLURALS = {"is": "are", "does": "do", "has": "have"}
+
+
+def ranks_by_host(infos):
+    """{host: its ranks}; infos: of each rank, see rank_info() in guard.py, or None."""
+    hosts = {}
     for rank, info in enumerate(infos):
         if info:
             hosts.setdefault(info["host"], []).append(rank)
     return hosts
 
 
-def format_ranges(numbers: list[int]) -> str:
+def ranks_do(ranks, hosts, predicate):
+    """For example: ranks 0-3 on node01, node02 are late. hosts: of the ranks, or none."""
+    text = f"ranks {format_ranges(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    if hosts:
+        text += f" on {', '.join(dict.fromkeys(hosts))}"
+    verb, _, rest = predicate.partition(" ")
+    if len(ranks) > 1:
+        verb = PLURALS.get(verb, verb)
+    return f"{text} {verb} {rest}".strip()
+
+
+def format_ranges(numbers):
     """[0, 1, 2, 5] -> "0-2,5" """
     known = set(numbers)
     firsts = [number for number in numbers if number - 1 not in known]
@@ -156,3 +208,7 @@ def format_ranges(numbers: list[int]) -> str:
     for first, last in zip(firsts, lasts):
         ranges.append(f"{first}-{last}" if first < last else str(first))
     return ",".join(ranges)
+
+
+if __name__ == "__main__":
+    main()

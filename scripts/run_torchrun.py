@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import memory
+import node_check
 from processes import children_of, end_with_parent, variables_of
 from report import HOST, say, stop_signal, write_failure, write_stop
 
@@ -175,13 +176,12 @@ def report_killed_rank(kills: int, stopped_by: int) -> None:
 
     kills: what memory.oom_kills() returned before; stopped_by: the signal that asked them to stop.
     """
+    node_check.report_gpu("")  # NCCL aborts a rank whose GPU is lost
     if memory.oom_kills() > kills:
         say(f"cluster_train.sh: error: {HOST}: {memory.KILLED}")
-        write_failure("out of memory", memory.KILLED, None)
+        write_failure("out of memory", memory.KILLED)
     elif not stopped_by:
-        write_failure(
-            "killed", "a rank was killed, or has not said why: see the report above", None
-        )
+        write_failure("killed", "a rank was killed, or has not said why: see the report above")
 
 
 def repeat(failure_file: str) -> None:

@@ -16,7 +16,10 @@ MIN_STEPS = 20  # of each rank are compared, at least
 
 
 def start(watch: HangWatch) -> None:
-    """Compare the ranks in a thread of their own, every SLOW_RANK_INTERVAL seconds."""
+    """Compare the ranks in a thread of their own, every SLOW_RANK_INTERVAL seconds.
+
+    Unless it is set, NCCL's collectives have no times: see enable_flight_recorder().
+    """
     interval = seconds("SLOW_RANK_INTERVAL", 60)
     if interval:
         watch.start_thread(SlowRankWatch(watch, max(1, interval)).run)
@@ -34,6 +37,7 @@ class SlowRankWatch:
     def __init__(self, watch: HangWatch, interval: float):
         self.watch = watch
         self.interval = interval
+        self.must_say = bool(seconds("SLOW_RANK_INTERVAL", 0)) and watch.rank == 0
         self.steps: list[dict] = []  # of this rank, since its last note
         self.last_end = 0  # of its steps
         # of rank 0
@@ -64,7 +68,12 @@ class SlowRankWatch:
         {"step_seconds": the usual time of a step; "arrivals": the usual arrival at each place in a
         step, in seconds}
         """
-        for step in arrivals_in_steps(list(self.watch.step_times)):
+        entries = collectives_of_all_ranks()
+        if entries and not have_times(entries) and self.must_say:
+            self.must_say = False
+            name = entries[0]["profiling_name"].split(":")[0]
+            say(f"guard.py: slow ranks are not named: PyTorch records no times of {name}")
+        for step in arrivals_in_steps(entries, list(self.watch.step_times)):
             if step["end"] > self.last_end:
                 self.last_end = step["end"]
                 self.steps.append(step)
@@ -119,7 +128,17 @@ def typical(values: list[float]) -> float:
     return statistics.fmean(ordered[tenth : len(ordered) - tenth])
 
 
-def arrivals_in_steps(step_times: list[int]) -> list[dict]:
+def have_times(entries: list[dict]) -> bool:
+    """Whether arrivals_in_steps() can tell them apart from waits for the GPU."""
+    is_gloo = all(entry["profiling_name"].startswith("gloo:") for entry in entries)
+    return is_gloo or have_durations(entries)
+
+
+def have_durations(entries: list[dict]) -> bool:
+    return any("duration_ms" in entry for entry in entries)
+
+
+def arrivals_in_steps(entries: list[dict], step_times: list[int]) -> list[dict]:
     """When this rank arrived at the collectives of its steps; optimizer.step() began at step_times.
 
     For each step: {"end": nanoseconds since 1970; "seconds": its length; "arrivals": [...]}, in
@@ -134,10 +153,8 @@ def arrivals_in_steps(step_times: list[int]) -> list[dict]:
     collectives are asynchronous. With NCCL and without durations, there is no result: a host may
     wait for its GPU anywhere.
     """
-    entries = collectives_of_all_ranks()
-    has_durations = any("duration_ms" in entry for entry in entries)
-    is_gloo = all(entry["profiling_name"].startswith("gloo:") for entry in entries)
-    if not has_durations and not is_gloo:
+    has_durations = have_durations(entries)
+    if not have_times(entries):
         return []
     steps: dict[int, list[dict]] = {}  # {index in step_times: collectives before that time}
     for entry in entries:

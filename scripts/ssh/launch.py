@@ -335,7 +335,7 @@ def report_hosts(nodes, codes):
     for node, code in zip(nodes, codes):
         if code in causes:
             reason = f"exit code {code}, see its log"
-            write_failure(causes[code], reason, None, node.host, silent_hosts=[node.host])
+            write_failure(causes[code], reason, None, node.host, hosts=[node.host])
 
 
 def record_signals():
