@@ -32,7 +32,7 @@ import yaml
 
 # What the trainer records in metrics.jsonl that differs between equal runs.
 NOT_COMPARED = {"time", "samples_per_second", "data_wait", "seconds_left", "gpu_memory_gb"}
-FILES = {"checkpoint_dir", "config", "resume"}  # options that say nothing about the training
+NAMES = {"checkpoint_dir", "config", "resume"}  # options that say nothing about the training
 LONGEST = 200  # characters of a value to print
 
 
@@ -41,11 +41,7 @@ def main() -> int:
     if len(words) != 2:
         print(__doc__.strip())
         return 0 if "-h" in words or "--help" in words else 2
-    a, b = Path(words[0]), Path(words[1])
-    is_equal, text = compare(a, b)
-    options = compare_options(options_of(a), options_of(b))
-    if options:
-        print(f"Options that differ: {options}")
+    is_equal, text = compare(Path(words[0]), Path(words[1]))
     print(text)
     return 0 if is_equal else 1
 
@@ -56,80 +52,62 @@ def fail(text: str) -> None:
 
 
 def compare(a: Path, b: Path) -> tuple[bool, str]:
-    """(whether they are equal, the line to print)"""
-    if a.suffix == ".pt":
-        ours = load_checkpoint(a)
-        theirs = load_checkpoint(b)
-        what = "the checkpoints"
-    else:
-        ours = read_records(a)
-        theirs = read_records(b)
+    """(whether they are equal, the lines to print)"""
+    read = read_checkpoint if a.suffix == ".pt" else read_run
+    our_options, ours = read(a)
+    their_options, theirs = read(b)
+    lines = []
+    for name in sorted((our_options.keys() & their_options.keys()) - NAMES):
+        if our_options[name] != their_options[name]:
+            lines.append(f"Option {name}: {our_options[name]} in A, {their_options[name]} in B")
+    if read == read_run:  # one may be longer
         common = [name for name in ours if name in theirs]
         if not common:
             fail(f"{a} and {b} have no record of the same step")
         ours = {name: ours[name] for name in common}
         theirs = {name: theirs[name] for name in common}
-        what = f"{len(common)} records, up to the {common[-1]}"
+        lines.append(f"Compared {len(common)} records, up to the {common[-1]}")
     ours = flatten(ours)
     theirs = flatten(theirs)
-    names = sorted(ours | theirs, key=lambda name: not torch.is_tensor(ours.get(name)))
-    for name in names:  # tensors first
+    for name in ours | theirs:
         difference = find_difference(ours.get(name), theirs.get(name))
         if difference:
-            return False, f"First difference: {name}: {difference}"
-    return True, f"Equal: {what} ({len(names)} values)."
+            return False, "\n".join([*lines, f"First difference: {name}: {difference}"])
+    return True, "\n".join([*lines, f"Equal: {len(ours)} values"])
 
 
-def options_of(path: Path) -> dict:
-    """Those of a run or a checkpoint that compare() has read; {} if they are not there."""
-    if path.suffix == ".pt":
-        content = torch.load(str(path), mmap=True, map_location="cpu", weights_only=True)
-        return content.get("config", {}) if isinstance(content, dict) else {}
+def read_run(path: Path) -> tuple[dict, dict[str, dict]]:
+    """(options, {kind and step: record}) of a run directory or a metrics.jsonl."""
     directory = path if path.is_dir() else path.parent
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        return yaml.safe_load((directory / "config.yaml").read_text()) or {}
-    return {}
-
-
-def compare_options(ours: dict, theirs: dict) -> str:
-    """Such as "lr 0.05 in A, 0.1 in B"; "" if all are equal."""
-    different = []
-    for name in sorted((ours.keys() & theirs.keys()) - FILES):
-        if ours[name] != theirs[name]:
-            different.append(f"{name} {ours[name]} in A, {theirs[name]} in B")
-    return "; ".join(different)
-
-
-def read_records(path: Path) -> dict[str, dict]:
-    """{kind and step: record} of a run directory or a metrics.jsonl; the last one of a step."""
-    if path.is_dir():
-        path = path / "metrics.jsonl"
+    options = {}
+    with suppress(OSError, yaml.YAMLError):
+        options = yaml.safe_load((directory / "config.yaml").read_text())
+    file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        lines = path.read_bytes().splitlines()
+        lines = file.read_bytes().splitlines()
     except OSError as error:
-        fail(f"cannot read {path} ({error.strerror})")
+        fail(f"cannot read {file} ({error.strerror})")
     records = {}
     for line in lines:
-        # Half a line after a crash, or another program's
-        with suppress(ValueError, RecursionError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError):  # half a line after a crash
             record = json.loads(line)
             fields = {name: record[name] for name in record if name not in NOT_COMPARED}
             records[f"{record['kind']} record of step {record['step']}"] = fields
     if not records:
-        fail(f"{path} has no records: has the run trained --log-every-steps steps?")
-    return records
+        fail(f"{file} has no records: has the run trained --log-every-steps steps?")
+    return options, records
 
 
-def load_checkpoint(path: Path) -> dict:
-    """What a checkpoint holds of the training, on the CPU."""
+def read_checkpoint(path: Path) -> tuple[dict, dict]:
+    """(options, what it holds of the training), on the CPU."""
     try:
         content = torch.load(str(path), mmap=True, map_location="cpu", weights_only=True)
+        options = content.pop("config", {})
     except Exception as error:  # a file can be damaged in many ways
         fail(f"{path} is damaged or not a checkpoint ({type(error).__name__}: {error})")
-    if isinstance(content, dict):
-        for name in ("config", "run_id", "code"):
-            content.pop(name, None)
-    return content
+    for name in ("run_id", "code"):
+        content.pop(name, None)
+    return options, content
 
 
 def flatten(value, name: str = "") -> dict:

@@ -4,10 +4,10 @@
     python scripts/plot_metrics.py checkpoints                      # -> checkpoints/metrics.png
     python scripts/plot_metrics.py runs/a runs/b -o comparison.png  # runs compared
 
-A run is a directory that train_distributed.py wrote to. Thin lines: training, a point per record in
-metrics.jsonl, without those that average less than half as many steps as usual, such as at the end
-of an epoch. Dots: the test set after each epoch. Every second run is dashed. A loss that is always
-positive has a logarithmic scale.
+A run is a directory that train_distributed.py wrote to, or its metrics.jsonl. Thin lines: training,
+a point per record, without those that average less than half as many steps as usual, such as at the
+end of an epoch. Dots: the test set after each epoch. Every second run is dashed. A loss that is
+always positive has a logarithmic scale.
 """
 
 import argparse
@@ -28,17 +28,16 @@ COLUMNS = 3  # panels side by side at most
 class Run:
     """What a run has recorded."""
 
-    def __init__(self, directory: Path):
-        self.name = directory.name
+    def __init__(self, path: Path):
+        self.directory = path if path.is_dir() else path.parent
+        file = self.directory / "metrics.jsonl" if path.is_dir() else path
+        self.name = self.directory.name
         last = {}  # after a crash, a step has two records: the last one counts
-        for line in (directory / "metrics.jsonl").read_text().splitlines():
+        for line in file.read_text().splitlines():
             with suppress(ValueError):  # half a line: the run is being written, or was killed
                 record = json.loads(line)
                 last[record["step"], record["kind"]] = record
-        records = [last[key] for key in sorted(last)]
-        train = [record for record in records if record["kind"] == "train"]
-        others = [record for record in records if record["kind"] != "train"]
-        self.records = without_short(train) + others
+        self.records = [last[key] for key in sorted(last)]
 
     def metrics(self) -> list[str]:
         """Their names, as in Task.report(), in the order of the file."""
@@ -55,13 +54,12 @@ class Run:
         return found
 
 
-def without_short(records: list[dict]) -> list[dict]:
+def without_short(points: list[tuple]) -> list[tuple]:
     """Without those that average less than half as many steps as usual: they are noise."""
-    steps = [record["step"] for record in records]
-    lengths = [after - before for before, after in zip(steps, steps[1:])]
+    lengths = [after - before for (before, _), (after, _) in zip(points, points[1:])]
     usual = statistics.median(lengths) if lengths else 0
-    long = [record for record, length in zip(records[1:], lengths) if 2 * length >= usual]
-    return records[:1] + long
+    long = [point for point, length in zip(points[1:], lengths) if 2 * length >= usual]
+    return points[:1] + long
 
 
 def draw(runs: list[Run], output: Path) -> None:
@@ -87,18 +85,18 @@ def draw_panel(axes, name: str, runs: list[Run]) -> None:
     """The metric of all runs that have it."""
     for number, run in enumerate(runs):
         line = "--" if number % 2 else "-"  # where runs agree, both are seen
-        curves = {
-            "training": run.points(name, "train") or run.points(name),  # of steps, or of epochs
-            "validation": run.points(f"validation_{name}"),
-            "test": run.points(f"test_{name}"),
-        }
-        for what, curve in curves.items():
-            style = {"ms": 4 if number % 2 else 7}  # points
-            if what == "training":
-                style = {"ms": 2, "lw": 1, "alpha": 0.5}
+        size = 4 if number % 2 else 7  # points
+        color = f"C{number}"
+        training = run.points(name, "train") or run.points(name)  # of steps, or of epochs
+        if training:
+            label = f"{run.name} training"
+            curve = zip(*without_short(training))
+            axes.plot(*curve, f".{line}", ms=4, lw=1, alpha=0.5, color=color, label=label)
+        for held_out in ("validation", "test"):
+            curve = run.points(f"{held_out}_{name}")
             if curve:
-                label = f"{run.name} {what}"
-                axes.plot(*zip(*curve), f"o{line}", color=f"C{number}", label=label, **style)
+                label = f"{run.name} {held_out}"
+                axes.plot(*zip(*curve), f"o{line}", ms=size, color=color, label=label)
     axes.set_title(name.replace("_", " ").capitalize())
     axes.set_xlabel("step")
     if name.endswith("loss") and axes.dataLim.ymin > 0:
@@ -110,12 +108,13 @@ def draw_panel(axes, name: str, runs: list[Run]) -> None:
 def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("-o", "--output", type=Path, help="PNG file [metrics.png in the first RUN]")
     options = parser.parse_args()
-    output = options.output or options.runs[0] / "metrics.png"
     try:
-        draw([Run(directory) for directory in options.runs], output)
+        runs = [Run(path) for path in options.runs]
+        output = options.output or runs[0].directory / "metrics.png"
+        draw(runs, output)
     except (ImportError, OSError, ValueError) as error:  # no matplotlib; no run; no such format
         parser.error(str(error))
     print(f"Wrote {output}")

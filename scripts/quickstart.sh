@@ -64,6 +64,7 @@ train() {
   # Check the options here: torchrun would add 40 lines to the error message.
   "$VENV/bin/python" -c '
 import sys, train_distributed as trainer
+sys.argv[0] = "quickstart.sh"
 try:
     trainer.parse_config(sys.argv[1:])
 except trainer.UserError as error:
@@ -78,20 +79,12 @@ except trainer.UserError as error:
 
 main() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  trap 'echo "quickstart.sh: interrupted; to go on, run the same command again" >&2; exit 130' INT
   install
   if [[ "${1:-}" == --install-only ]]; then
     exit
   fi
-  local interrupted="" status=0
-  trap 'interrupted=1' INT
-  train "$@" || status="$?"
-  if [[ -n "$interrupted" ]]; then
-    echo "To continue, run the same command again"
-    exit 130
-  fi
-  if ((status)); then
-    exit "$status"
-  fi
+  train "$@"
   "$VENV/bin/python" scripts/plot_metrics.py "$RUN_DIR"
   cat <<END
 
