@@ -59,7 +59,6 @@ COMMANDS = {
     r"^SHARE_GPU|^benchmarks/on_gpu|^sbatch --gpus=2": "needs a GPU",
     r"^conda|^CONDA_ENV": "tests/test_launchers.py, with a stand-in for conda",
     r"^pip install|import torchvision; ": "downloads packages or data",
-    r"^for lr in": "submits jobs, as tests/cluster/test_slurm.py does",
     r"^export": "sets a variable",
     r"^grep -o": "here",
     r"^touch RUN_D|^cat RUN_D": "RUN_DIRECTORY is a placeholder; tests/faults/test_stop.py",
