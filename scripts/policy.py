@@ -1,7 +1,7 @@
 """What follows an attempt: decided from what attempts left behind. No file, no process, no clock.
 
-supervise.py asks decide(), and does what it says. `python scripts/policy.py` prints the table of
-docs/RELIABILITY.md. Needs only Python 3.8.
+supervise.py asks decide(), and does what it says. TABLE is also in docs/RELIABILITY.md. Needs only
+Python 3.8.
 """
 
 import re
@@ -21,7 +21,6 @@ CODES = {  # of COMMAND, without a report. 126 and 127 of a shell: it cannot be 
     255: "node lost",
 }
 AGAIN = ("restart", "leave out")
-RAISED_SECONDS = 120  # a limit that is so far away has been raised since it made the training stop
 PROVEN = ("step", "file")  # kinds of progress
 PROGRESS = (*PROVEN, "time")
 STARTS = (  # of the job, in a row without such progress
@@ -36,38 +35,43 @@ class Report(NamedTuple):
     cause: str
     reason: str
     host: str
-    hosts: tuple = ()  # at fault; () if this cannot be said
+    hosts: list = []  # at fault, if that can be said
     rank: int = None  # None: before there were ranks
     time: float = 0.0
 
 
 class Attempt(NamedTuple):
-    """What an attempt left behind, and what followed."""
+    """What an attempt left behind, and what followed. The attempt log has all of it."""
 
-    hosts: tuple  # that trained
+    hosts: list  # that trained
     exit_code: int  # of COMMAND; -N: signal N has ended it
-    reports: tuple = ()
-    defective: tuple = ()  # hosts, as their driver says
+    reports: list = []
+    defective: list = []  # hosts, as their driver says
     requests: dict = {}  # to stop: {a signal, STOP, MAX_DURATION, scancel, END, ...: time}
     of_ranks: str = ""  # a signal that only they got
     state: str = ""  # as the training says
     stopped_by: str = ""  # the same
+    start_step: int = 0
     end_step: int = 0
     saved_step: int = None  # None: it writes no STATUS_FILE
     progress: str = ""
     restarts: int = 0  # of the job
-    end: float = float("inf")  # when it ended
+    start: float = 0.0
+    end: float = float("inf")
     next: str = ""  # the action that followed
+    # Only for the attempt log:
+    attempt: str = ""  # JOB.NUMBER
+    world_size: int = 0
+    code: str = ""  # the commit
+    events: list = []
 
 
 class Limits(NamedTuple):
-    hosts: tuple  # of the allocation, without EXCLUDED_NODES
+    hosts: list  # of the allocation, without EXCLUDED_NODES
     spares: int = 0  # how many of them can be left out
     max_restarts: int = 10
     restart_pause: float = 10
     can_requeue: bool = False
-    submitted: float = 0  # when the user submitted the job: earlier requests were for another one
-    seconds: dict = {}  # until a stop is due: {DEADLINE, MAX_DURATION or END: seconds}
 
 
 class Decision(NamedTuple):
@@ -132,7 +136,7 @@ TABLE = {
 def decide(attempt, history, limits):
     """history: the earlier attempts of the job, also of its earlier starts."""
     past = [*history, attempt]
-    asked = stops(attempt, limits)
+    asked = stops(attempt)
     cause, reason = cause_of(attempt, asked)
     shown = {host for host, _ in evidence(attempt)}
     struck = strikes(past)
@@ -175,16 +179,17 @@ def decide(attempt, history, limits):
     return Decision(cause, reason, left_out, action, pause, sentence)
 
 
-def stops(attempt, limits):
-    """The requests to stop that are valid: those made since the job was submitted."""
-    found = [kind for kind, time in attempt.requests.items() if time >= limits.submitted]
+def stops(attempt):
+    """The requests to stop, also those that only the ranks know."""
+    if attempt.requests:
+        return list(attempt.requests)
     is_clean = attempt.exit_code in CLEAN and not attempt.reports
-    if attempt.of_ranks and is_clean and not found:
-        found = [attempt.of_ranks]  # with a report, srun has sent it: a rank had failed
+    if attempt.of_ranks and is_clean:  # with a report, srun has sent it: a rank had failed
+        return [attempt.of_ranks]
     is_orphan = attempt.stopped_by == "SIGTERM" and attempt.exit_code in (-9, 255)
-    if attempt.state == "stopped" and not found and not is_orphan:  # of a launcher that was lost
-        found = attempt.stopped_by.split(", ")  # "" after --stop-at-step
-    return [kind for kind in found if limits.seconds.get(kind, 0) <= RAISED_SECONDS]
+    if attempt.state == "stopped" and not is_orphan:  # of a launcher that was lost
+        return attempt.stopped_by.split(", ")  # "" after --stop-at-step
+    return []
 
 
 def cause_of(attempt, asked):
@@ -263,17 +268,17 @@ def idle(past, kinds, reset=""):
 def told(attempt):
     """(the earliest report or None, the hosts at fault)"""
     if not attempt.reports:
-        return None, ()
+        return None, []
     first = min(attempt.reports, key=lambda report: report.time)
     named = set()
     for report in attempt.reports:
         if words(report) == words(first):
             named.update(report.hosts)
-    hosts = tuple(host for host in attempt.hosts if host in named)
+    hosts = [host for host in attempt.hosts if host in named]
     most = len(attempt.hosts) // 2 if first.cause == "node lost" else 1
-    is_first = hosts == attempt.hosts[:1]  # it checks what the user has written
-    if len(hosts) > most or (first.cause == "configuration" and is_first):
-        hosts = ()
+    is_of_user = first.cause == "configuration" and attempt.hosts[0] in hosts  # it checks it all
+    if len(hosts) > most or is_of_user:
+        hosts = []
     return first, hosts
 
 
@@ -301,10 +306,3 @@ def strikes(past):
     found = [piece for attempt in past for piece in evidence(attempt)]
     shown = [what for _, what in set(found)]  # once by each host
     return [host for host, what in found if shown.count(what) == 1]
-
-
-if __name__ == "__main__":
-    print("| ended by | evidence | first | then | gives up |\n| --- | --- | --- | --- | --- |")
-    for name, row in TABLE.items():
-        cells = (name, row.evidence, row.first, ", ".join(row.then), row.gives_up)
-        print(f"| {' | '.join(cells)} |".replace("|  ", "| "))

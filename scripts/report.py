@@ -4,9 +4,9 @@
     python3 scripts/report.py CAUSE REASON [--host NAME]     write FAILURE_FILE, as a shell script
 
 Any Python from 3.6 on can run this file: cluster_train.sh may have failed before it finds another.
-FAILURE_FILE is JSON: {"cause", "reason", "host": who writes; "time": of the failure, seconds since
-1970; "rank": if there is one; "hosts": those that may be at fault, if that can be said;
-"started_hosts": the others are at fault}
+FAILURE_FILE is JSON: {"cause", "reason", "host": who writes; "time", "written": of the failure and
+the file, seconds since 1970; "rank": if there is one; "hosts": those that may be at fault, if that
+can be said; "started_hosts": the others are at fault}
 """
 
 import argparse
@@ -61,7 +61,7 @@ def write_failure(cause, reason, rank=None, host=HOST, **more):
         facts["rank"] = rank
     if cause in OWN_FAULTS:
         facts["hosts"] = [host]
-    facts.update(more)
+    facts.update(more, written=time.time())
     is_first = write_new(file, facts)
     if "STOP_FILE" in os.environ:  # under supervise.py
         write_new(f"{file}.{host}", facts)

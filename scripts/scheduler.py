@@ -5,10 +5,10 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import suppress
 
 from hosts import expand
 
+ANSWER_SECONDS = 60  # slurmctld may be slow
 REFUSED = re.compile("disabled|denied|invalid", re.I)  # an error of scontrol that would repeat
 
 
@@ -19,74 +19,65 @@ def log(text):
         sys.stderr = open(os.devnull, "w")
 
 
-def end_of_job():
-    """The end of the job's time in seconds since 1970; None if the scheduler does not say."""
+def output_of(*command):
+    """What a command prints; None if it fails."""
+    code, text = run(*command)
+    return text if code == 0 else None
+
+
+def run(*command):
+    """(exit code, what it prints); (None, "") without an answer."""
+    env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        if slurm_id():
-            return seconds_of(slurm_job()["EndTime"])
-        if os.environ.get("PBS_JOBID"):
-            facts = pbs_job()
-            start = time.mktime(time.strptime(facts.get("stime") or facts["start_time"]))
-            return start + walltime_seconds(facts["Resource_List.walltime"])
-    except KeyError:  # the scheduler has not answered
+        result = subprocess.run(command, timeout=ANSWER_SECONDS, env=env, **pipes)
+    except (OSError, subprocess.TimeoutExpired):
+        return None, ""
+    return result.returncode, result.stdout.decode(errors="replace")
+
+
+def times_of_job():
+    """(when the user submitted this job, when its time ends), in seconds since 1970.
+
+    None if the scheduler does not say; inf for the end of a time without limit.
+    """
+    if slurm_id():
+        facts = slurm_job()
+        form = "%Y-%m-%dT%H:%M:%S"
+        return seconds_of(facts.get("SubmitTime"), form), seconds_of(facts.get("EndTime"), form)
+    if not os.environ.get("PBS_JOBID"):
+        return None, None
+    facts = pbs_job()
+    start = seconds_of(facts.get("stime") or facts.get("start_time"))  # Torque's
+    end = None
+    if start and "Resource_List.walltime" in facts:
+        end = start + walltime_seconds(facts["Resource_List.walltime"])
+    return seconds_of(facts.get("qtime")), end
+
+
+def seconds_of(text, form="%a %b %d %H:%M:%S %Y"):
+    """A time in seconds since 1970; None if it is missing, inf if it is "Unknown"."""
+    if not text:
         return None
-    except ValueError:  # "Unknown": the time has no limit
+    try:
+        return time.mktime(time.strptime(text, form))
+    except ValueError:
         return float("inf")
-    return None
 
 
 # ---------------------------------------------------------------------------------------- Slurm
 
 
-def output_of(*command):
-    """What a command prints; None if it fails."""
-    env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    try:
-        result = subprocess.run(command, capture_output=True, timeout=20, check=True, env=env)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.decode(errors="replace")
-
-
-def seconds_of(text):
-    """A time of Slurm's in seconds since 1970."""
-    return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-
-
-def lost_nodes(program, nodes):
-    """Those of these nodes of the job that are down, or where srun cannot start the program.
-
-    One question for all. No answer in time says nothing about a node.
-    """
-    every = ",".join(nodes)
-    states = output_of("sinfo", "--noheader", "--Node", f"--nodes={every}", "--format=%N %t") or ""
-    lost = [node for node in nodes if f"{node} down" in states]
-    rest = [node for node in nodes if node not in lost]
-    where = [f"--nodes={len(rest)}", f"--nodelist={','.join(rest)}", "--ntasks-per-node=1"]
-    test = ["sh", "-c", 'command -v "$0" >/dev/null && echo "$SLURMD_NODENAME"', program]
-    try:
-        result = subprocess.run(
-            ["srun", "--overlap", *where, *test], stdout=subprocess.PIPE, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return lost
-    answers = result.stdout.decode(errors="replace").split()
-    if result.returncode and answers:
-        lost += [node for node in rest if node not in answers]
-    return lost if len(lost) < len(nodes) else []
-
-
 def slurm_id():
     """The job's id for Slurm's commands. In an array, SLURM_JOB_ID of one task means all tasks."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
     if array:
-        return f"{array}_{task}"
+        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID")
 
 
 def slurm_job():
-    """What `scontrol show job` prints: {name: text}; {} outside Slurm."""
+    """What `scontrol show job` prints: {name: text}; {} outside Slurm, or without an answer."""
     job = slurm_id()
     if not job:
         return {}
@@ -104,22 +95,52 @@ def ended_by():
     return "preempted" if is_preempted else ""
 
 
-def submit_time():
-    """When the user submitted this job, in seconds since 1970; None outside Slurm and PBS."""
-    with suppress(KeyError, ValueError):
-        if slurm_id():
-            return seconds_of(slurm_job()["SubmitTime"])
-        return time.mktime(time.strptime(pbs_job()["qtime"]))
-    return None
+def lost_nodes(program, nodes):
+    """Those of these nodes of the job that are down, or where srun cannot start the program.
 
-
-def exclude(job, left_out, used):
-    """Ask Slurm to start this job, which is being requeued, on other nodes than these.
-
-    used: nodes of the job; those that are not left out any more may be used again.
+    One question for all. No answer in time says nothing about a node.
     """
-    given = slurm_job().get("ExcNodeList", "(null)")
-    earlier = expand(given.replace("(null)", ""))
+    every = ",".join(nodes)
+    states = output_of("sinfo", "--noheader", "--Node", f"--nodes={every}", "--format=%N %t") or ""
+    lost = [node for node in nodes if f"{node} down" in states]
+    if not lost:
+        where = [f"--nodes={len(nodes)}", f"--nodelist={every}", "--ntasks-per-node=1"]
+        test = [
+            "sh",
+            "-c",
+            'command -v "$0" >/dev/null && echo "has it: $SLURMD_NODENAME"',
+            program,
+        ]
+        _, text = run("srun", "--overlap", *where, *test)
+        answers = re.findall(r"has it: (\S+)", text)
+        lost = [node for node in nodes if node not in answers]
+    return lost if len(lost) < len(nodes) else []
+
+
+def requeue(left_out, used):
+    """Ask Slurm to start this job again, without the nodes of the first list.
+
+    Returns whether it will; None without an answer. used: nodes of the job; those that are not left
+    out any more may be used again.
+    """
+    job = slurm_id()
+    facts = slurm_job()
+    state = facts.get("JobState", "RUNNING")
+    if state != "RUNNING" and facts.get("Reason") != "TimeLimit":
+        log(f"job {job} is {state}: Slurm ends it, or starts it again")
+        return False
+    log(f"requeueing job {job}")
+    code, text = run("scontrol", "requeue", job)  # it kills the job: all must be on disk by now
+    if code == 0:
+        exclude(job, facts, left_out, used)
+        return True
+    log(f"Slurm does not requeue job {job}: {text.strip() or 'no answer'}")
+    return False if REFUSED.search(text) else None
+
+
+def exclude(job, facts, left_out, used):
+    """Set the nodes that Slurm excludes from this job, which is being requeued."""
+    earlier = expand(facts.get("ExcNodeList", "").replace("(null)", ""))
     names = [node for node in earlier if node not in used] + left_out
     if set(names) == set(earlier):
         return
@@ -132,38 +153,11 @@ def exclude(job, left_out, used):
     log(f"Slurm does not exclude {', '.join(left_out)}: {remedy}")
 
 
-def requeue(left_out, used):
-    """Requeue this Slurm job, without the nodes of the first list.
-
-    Returns "requeued", "refused", "ended" if the job is over, "failed", or "no answer".
-    """
-    job = slurm_id()
-    facts = slurm_job()
-    state = facts.get("JobState")
-    if state not in (None, "RUNNING") and facts.get("Reason") != "TimeLimit":
-        log(f"job {job} is {state}: Slurm ends it, or starts it again")
-        return "ended"
-    log(f"requeueing job {job}")
-    try:  # This kills the job at once, so everything must be on disk by now.
-        command = ["scontrol", "requeue", job]
-        subprocess.run(command, stderr=subprocess.PIPE, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        text = str(error)
-        if getattr(error, "stderr", None):
-            text = error.stderr.decode(errors="replace").strip()
-        log(f"Slurm does not requeue job {job}: {text}")
-        if REFUSED.search(text) or isinstance(error, OSError):
-            return "refused"
-        return "failed" if facts else "no answer"
-    exclude(job, left_out, used)
-    return "requeued"
-
-
 # ------------------------------------------------------------------------------------------ PBS
 
 
 def pbs_job():
-    """The attributes of this job: {name: text}. Torque's names differ from those of OpenPBS."""
+    """The attributes of this job: {name: text}."""
     text = output_of("qstat", "-f", os.environ["PBS_JOBID"]) or ""
     unwrapped = text.replace("\n\t", "")
     return dict(re.findall(r"(?m)^    (\S+) = (.*)$", unwrapped))

@@ -20,8 +20,8 @@ save and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of
 makes its ranks print their stacks.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
-exit), DEADLINE (seconds since 1970: the first of these limits), ATTEMPT_ID (JOB.NUMBER),
-FAILURE_FILE, EVENTS_FILE and CHECK_RESUME (see scripts/guard.py).
+exit), DEADLINE (seconds since 1970: the first of these limits), ATTEMPT (1, 2, ...), ATTEMPT_ID
+(JOB.NUMBER), FAILURE_FILE, EVENTS_FILE and CHECK_RESUME (see scripts/guard.py).
 The training may report, as JSON in STATUS_FILE: run_dir, state (running, finished, stopped,
 failed), reason, start_step, global_step, saved_step, world_size. An attempt makes progress if it
 has saved a step; without a status, if a file that matches PROGRESS_FILE was written; without that,
@@ -39,7 +39,7 @@ see ON_EVENT.
 With NNODES, the other nodes of the job are spares. Under ssh and PBS, launch.py finds the hosts to
 leave out in EXCLUDED_NODES, and writes to NODES_FILE, as JSON, the hosts given and those used.
 Exit code: 0 finished or requeued; STOPPED_EXIT_CODE stopped before the end (1 if it is 0 and Slurm
-has refused the requeue); 1 gave up, or did not stop in time; 2 user error.
+has not requeued the job); 1 gave up, or did not stop in time; 2 user error.
 
 Environment:
     MAX_RESTARTS       restarts in a row without progress; 0: none at all        [10]
@@ -47,9 +47,9 @@ Environment:
     DEADLINE           when it is, in seconds since 1970                         []
     RESTART_PAUSE      seconds before the first restart                          [10]
     STOP_SIGNAL        the signal that ranks get: TERM, USR1 or USR2             [TERM]
-    STOP_SECONDS       seconds the training may take to stop before it is killed [300]
-    RESERVE_SECONDS    it is asked to stop so long before a limit
-                       [120, or a tenth of the time if this is less]
+    STOP_SECONDS       seconds to save in: the training is asked to stop so long before a limit, or
+                       a tenth of the time until it, if that is less, and is killed so long
+                       afterwards                                                [300]
     PROGRESS_FILE      a path or pattern, such as 'runs/a/*.pt', for scripts without a status []
     STOPPED_EXIT_CODE  for your own scheduler or supervisor, for example 75, EX_TEMPFAIL of
                        sysexits.h: "try again later"                             [0]
@@ -67,7 +67,6 @@ import glob
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -79,30 +78,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from hosts import HOST, choose_hosts, choose_master, expand, fewest_and_most, name_among
-from policy import AGAIN, END, Attempt, Limits, Report, decide, stops
+from policy import AGAIN, END, Attempt, Limits, Report, decide
 from processes import (
     adopt_orphans,
+    alive,
     descendants,
     end_with_parent,
     handles,
     kill_descendants,
-    parent_of,
     variables_of,
 )
-from scheduler import (
-    end_of_job,
-    ended_by,
-    log,
-    lost_nodes,
-    output_of,
-    requeue,
-    slurm_id,
-    submit_time,
-)
+from report import stop_signal
+from scheduler import ended_by, log, lost_nodes, output_of, requeue, slurm_id, times_of_job
 
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
-# Without the hosts at fault, a report of these is evidence against its host.
-OWN_FAULTS = ("configuration", "exception", "killed", "out of memory")
 USER_ERRORS = ("configuration", "NaN")
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -110,8 +99,9 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE NODES_FILE".split()
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
+ON_EVENT = 'trap "" INT TERM HUP USR1 USR2; eval "$ON_EVENT"'  # a requeue sends SIGTERM
 REQUEUE_SECONDS = 10  # from one try to requeue to the next
-MAX_FAILED = 30  # tries that slurmctld answers with another error than a refusal
+REQUEUE_TRIES = 360  # then, something else is wrong
 ASK_SECONDS = 60  # from one question for the end of the job, or for a status, to the next
 LEFT_SECONDS = 2  # for what a COMMAND that has succeeded leaves running
 NUMBERS = {  # environment variables, and their defaults
@@ -120,20 +110,18 @@ NUMBERS = {  # environment variables, and their defaults
     "DEADLINE": float("inf"),
     "RESTART_PAUSE": 10.0,
     "STOP_SECONDS": 300.0,
-    "RESERVE_SECONDS": 0.0,  # see StopRequests.reserve()
     "STOPPED_EXIT_CODE": 0,
     "SLURM_RESTART_COUNT": 0,
     "SLURM_JOB_END_TIME": float("inf"),
 }
-NUMBER = (int, float)
-STATUS = {  # types of what supervise.py reads in STATUS_FILE
-    "state": str,
-    "reason": str,
-    "run_dir": str,
-    "start_step": NUMBER,
-    "global_step": NUMBER,
-    "saved_step": NUMBER,
-    "world_size": NUMBER,
+STATUS = {  # what supervise.py reads in STATUS_FILE, and what it assumes without
+    "state": "",
+    "reason": "",
+    "run_dir": "",
+    "start_step": 0,
+    "global_step": 0,
+    "saved_step": 0,
+    "world_size": 0,
 }
 # Without these, a step of srun gets what Slurm has granted, whatever the job requested per task:
 # --gres on sbatch's command line does not change them.
@@ -152,14 +140,10 @@ def main():
     if not command or command[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if command else 2
-    from report import stop_signal  # an older Python cannot read that file
-
     stop_signal()
     try:
         for name in NUMBERS:
             number(name)
-        if not shutil.which(command[0]):
-            raise ValueError(f"cannot start {command[0]}: there is no such program")
         supervisor = Supervisor(command)
     except ValueError as error:
         log(f"error: {error}")
@@ -168,9 +152,9 @@ def main():
         for name in list(os.environ):
             if OF_THE_JOB.fullmatch(name):
                 del os.environ[name]
-    if never_restarts():
+    only_checks = os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py")
+    if os.environ.get("DRY_RUN") or only_checks:
         supervisor.set_master(os.environ)
-        os.environ.pop("ON_EVENT", None)
         os.execvp(command[0], command)
     adopt_orphans()
     return supervisor.keep_alive()
@@ -194,51 +178,11 @@ def number(name):
     return value
 
 
-def never_restarts():
-    """Whether COMMAND only prints commands, or only checks the nodes."""
-    if os.environ.get("DRY_RUN"):
-        return True
-    return os.environ.get("TRAIN_SCRIPT", "").endswith("doctor.py")
-
-
-def last_change():
-    """When the newest file that matches PROGRESS_FILE was written; 0 if there is none."""
-    newest = 0
-    for file in glob.glob(os.environ.get("PROGRESS_FILE", ""), recursive=True):
-        with suppress(OSError):  # it was replaced
-            newest = max(newest, os.stat(file).st_mtime)
-    return newest
-
-
-def run_on_event(record):
-    """Run ON_EVENT, which finds this as JSON on its standard input."""
-    if not os.environ.get("ON_EVENT"):
-        return
-    command = ["sh", "-c", 'eval "$ON_EVENT"']  # `ps` shows no secret in it
-    text = json.dumps(record).encode()
-    try:
-        result = subprocess.run(
-            command, input=text, timeout=ON_EVENT_SECONDS, preexec_fn=ignore_stops
-        )
-        problem = f"exit code {result.returncode}" if result.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = type(error).__name__  # its text has the command, maybe with a password
-        kill_descendants()
-    if problem:
-        log(f"WARNING: ON_EVENT failed: {problem}")
-
-
-def ignore_stops():
-    """A job that is being requeued gets SIGTERM."""
-    for name in SIGNALS:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-
-
 # ---------------------------------------------------------------------------- requests to stop
 
 
 class StopRequests:
-    """All of them, whoever made them, and the limits of time. policy.stops() knows which count."""
+    """All that count, whoever made them, and the limits of time."""
 
     def __init__(self):
         self.made = {}  # {a signal, STOP, DEADLINE, MAX_DURATION, END, ...: when}
@@ -249,8 +193,10 @@ class StopRequests:
             under_nohup = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not under_nohup:
                 signal.signal(getattr(signal, name), self.on_signal)
+        submitted, end = times_of_job()
+        self.submitted = submitted or self.began
         self.ends = {  # the limits, in seconds since 1970
-            END: end_of_job() or number("SLURM_JOB_END_TIME"),
+            END: end or number("SLURM_JOB_END_TIME"),
             "DEADLINE": number("DEADLINE"),
             "MAX_DURATION": self.began + number("MAX_DURATION"),
         }
@@ -265,35 +211,29 @@ class StopRequests:
         """The end may be changed, and suspended jobs end later. In a thread: Slurm may be slow."""
         while True:
             time.sleep(ASK_SECONDS)
-            self.ends[END] = end_of_job() or self.ends[END]
+            _, end = times_of_job()
+            self.ends[END] = end or self.ends[END]
 
     def reserve(self, limit):
         """The seconds before a limit that are kept for a save."""
-        usual = min(120, (self.ends[limit] - self.began) / 10)
-        return number("RESERVE_SECONDS") or usual
+        return min(number("STOP_SECONDS"), (self.ends[limit] - self.began) / 10)
 
-    def seconds_left(self):
-        """{limit: seconds until it is time to save}"""
+    def look_at_clock(self):
+        """Add the limits that are reached."""
         now = time.time()
-        return {limit: end - self.reserve(limit) - now for limit, end in self.ends.items()}
+        for limit, end in self.ends.items():
+            if now > end - self.reserve(limit):
+                self.made.setdefault(limit, now)
 
-    def look(self, run_dir=None):
-        """Add the limits that are reached, and a file STOP in the run directory."""
-        for limit, seconds in self.seconds_left().items():
-            if seconds <= 0:
-                self.made.setdefault(limit, time.time())
-        if run_dir:
-            with suppress(OSError):
-                self.made["STOP"] = os.stat(f"{run_dir}/STOP").st_mtime
+    def add_file(self, when):
+        """A file STOP is for all jobs that were submitted before it was made, as in a chain."""
+        if when >= self.submitted:
+            self.made["STOP"] = when
 
     def kill_time(self):
         """When a training that was asked to stop is killed: in time for a requeue."""
-        reserve = self.reserve(END)
-        seconds = number("STOP_SECONDS")
-        if END in self.made:
-            seconds = max(seconds, reserve)
-        end = self.ends[END] - min(30, reserve / 4)  # later, Slurm would not requeue the job
-        limit = self.obeyed_at + seconds
+        limit = self.obeyed_at + number("STOP_SECONDS")
+        end = self.ends[END] - min(30, self.reserve(END) / 4)  # later, Slurm would not requeue it
         return min(limit, end) if end > self.obeyed_at else limit
 
 
@@ -314,7 +254,6 @@ class Supervisor:
         self.run_dir = None  # reported by the training
         self.child = None  # the process of COMMAND
         self.requests = StopRequests()
-        self.submitted = submit_time() or self.requests.began
         self.earlier = []  # attempts of this process
         signal.signal(signal.SIGQUIT, self.forward)
 
@@ -342,84 +281,72 @@ class Supervisor:
         """Run attempts until the training ends. Returns the exit code."""
         in_background(self.requests.ask_again)
         while True:
-            self.requests.obeyed_at = None
-            attempt, facts = self.attempt()
-            decision = self.decide(attempt, facts)
+            attempt = self.attempt()
+            decision = self.decide(attempt)
             if decision.action in AGAIN:
                 log(decision.sentence)
-                if self.is_stopped_in_pause(decision.pause):
+                self.wait(decision.pause)
+                if self.requests.made:
                     attempt = attempt._replace(requests={**self.requests.made})
-                    decision = self.decide(attempt, facts)
-            answer = ""
-            if decision.action == "requeue":
-                answer = self.requeue(decision.suspects)
-                if answer != "requeued":
-                    decision = self.decide(attempt, facts, can_requeue=False)
-            run_on_event({**record_of(attempt, facts, decision), "run_dir": self.run_dir})
+                    decision = self.decide(attempt)
+            is_refused = decision.action == "requeue" and not self.requeue(attempt, decision)
+            if is_refused:
+                decision = self.decide(attempt, can_requeue=False)
+            if decision.action != "requeue":
+                self.record(attempt, decision)
             if decision.action not in AGAIN:
-                break
-            self.requests.made.clear()  # a limit, if any, that was raised since
+                self.end(decision)
+                return exit_code(decision, is_refused)
+            self.requests.obeyed_at = None
             self.earlier.append(attempt._replace(next=decision.action))
             self.leave_out(decision.suspects)
-        self.end(decision)
-        was_refused = answer not in ("", "requeued", "ended")
-        return exit_code(decision, was_refused)
 
-    def decide(self, attempt, facts, can_requeue=True):
-        """Ask policy.py what follows, and write it to the attempt log: a requeue ends the job."""
-        limits = self.limits(can_requeue=can_requeue and bool(slurm_id()))
-        decision = decide(attempt, [*self.earlier_starts(), *self.earlier], limits)
-        self.record(record_of(attempt, facts, decision))
-        return decision
-
-    def limits(self, can_requeue=False):
-        hosts = tuple(host for host in self.given if host not in self.excluded)
+    def decide(self, attempt, can_requeue=True):
+        """Ask policy.py what follows."""
+        hosts = [host for host in self.given if host not in self.excluded]
         fewest = len(hosts)
         if os.environ.get("NNODES") and self.given:
             fewest, _ = fewest_and_most(os.environ, len(self.given))
-        return Limits(
+        limits = Limits(
             hosts=hosts,
             spares=len(hosts) - fewest,
             max_restarts=number("MAX_RESTARTS"),
             restart_pause=number("RESTART_PAUSE"),
-            can_requeue=can_requeue,
-            submitted=self.submitted,
-            seconds=self.requests.seconds_left(),
+            can_requeue=can_requeue and bool(slurm_id() and shutil.which("scontrol")),
         )
+        return decide(attempt, [*self.earlier_starts(), *self.earlier], limits)
 
-    def asked(self):
-        """The requests to stop that count."""
-        return stops(Attempt((), None, requests=self.requests.made), self.limits())
-
-    def is_stopped_in_pause(self, seconds):
-        """Wait before a restart. Returns whether a stop is requested in the meantime."""
+    def wait(self, seconds):
+        """The pause before a restart, until a stop is requested."""
         end = time.monotonic() + seconds
-        self.requests.look(self.run_dir)
-        while time.monotonic() < end and not self.asked():
+        while True:
+            self.requests.look_at_clock()
+            with suppress(OSError):
+                self.requests.add_file(os.stat(f"{self.run_dir}/STOP").st_mtime)
+            if self.requests.made or time.monotonic() >= end:
+                return
             time.sleep(min(1, seconds))
-            self.requests.look(self.run_dir)
-        return bool(self.asked())
 
-    def requeue(self, suspects):
-        """Try until Slurm answers. Returns the last answer: see scheduler.py."""
-        left_out = [*self.excluded, *suspects]
-        answers = [requeue(left_out, self.given)]
-        while answers[-1] in ("failed", "no answer") and answers.count("failed") < MAX_FAILED:
-            if "SIGINT" in self.requests.made or time.time() > self.requests.ends[END]:
+    def requeue(self, attempt, decision):
+        """Try until Slurm answers, or the job ends. Returns whether Slurm will start it again."""
+        self.record(attempt, decision)  # a requeue ends this process
+        for _ in range(REQUEUE_TRIES):
+            answer = requeue([*self.excluded, *decision.suspects], self.given)
+            is_over = "SIGINT" in self.requests.made or time.time() > self.requests.ends[END]
+            if answer is not None or is_over:
                 break
             time.sleep(REQUEUE_SECONDS)
-            answers.append(requeue(left_out, self.given))
-        return answers[-1]
+        return answer
 
     def end(self, decision):
         """Print how the job ends."""
         remedy = ""
         if decision.action == "stop":
-            remedy = f"; to resume: {how_to_resume()}"
+            remedy = "; the same command resumes it"
             with suppress(OSError):  # it was made in a pause: obeyed
                 os.remove(f"{self.run_dir}/STOP")
         elif decision.action == "give up":
-            remedy = f". After fixing it, to resume: {how_to_resume()}"
+            remedy = ". After fixing it, the same command resumes it"
         if decision.action != "finish":
             log(f"{decision.sentence}{remedy}")
         if decision.action != "requeue":
@@ -430,53 +357,51 @@ class Supervisor:
     # ------------------------------------------------------------------------- one attempt
 
     def attempt(self):
-        """Run COMMAND once. Returns what policy.py needs, and more for the attempt log."""
+        """Run COMMAND once. Returns what it has left behind."""
         count = len(self.earlier) + 1
         self.make_files(count)
         env = self.environment(count)
-        facts = {"attempt": env["ATTEMPT_ID"], "start": time.time(), "code": code_version()}
+        begun = Attempt((), None, attempt=env["ATTEMPT_ID"], start=time.time(), code=code_version())
         before = last_change()
-        code = self.run(env, facts)
+        code = self.run(env)
 
         status = read_status(self.files / "STATUS_FILE")
-        self.run_dir = status.get("run_dir") or self.run_dir
+        self.learn_run_dir(status)
         hosts = self.used_hosts()
         of_ranks = "".join(lines_of(self.files / "STOP_FILE")[:1])  # by run_torchrun.py, guard.py
         self.add_requests_of(status, of_ranks)
         events = parse_lines(lines_of(self.files / "EVENTS_FILE"))[-MAX_EVENTS:]
         failed_gpus = [event.get("host") for event in events if event.get("event") == "gpu_failed"]
-        start_step = status.get("start_step", 0)
-        end_step = max(start_step, status.get("global_step", 0))
-        saved_step = max(start_step, status.get("saved_step", 0))
-        facts.update(
-            start_step=start_step,
-            recomputed=max(0, end_step - saved_step),
-            world_size=status.get("world_size"),
-            events=events,
-        )
-        attempt = Attempt(
-            hosts=tuple(hosts),
+        start_step = status["start_step"]
+        attempt = begun._replace(
+            hosts=hosts,
             exit_code=128 - code if 128 < code < 160 else code,  # of a shell
-            reports=tuple(self.reports(hosts, code)),
-            defective=tuple({name_among(hosts, host) for host in failed_gpus}),
+            reports=self.reports(hosts, code),
+            defective=[name_among(hosts, host) for host in failed_gpus],
             requests={**self.requests.made},
             of_ranks=of_ranks,
-            state=status.get("state", ""),
-            stopped_by=status.get("reason", ""),
-            end_step=end_step,
-            saved_step=saved_step if status else None,
+            state=status["state"],
+            stopped_by=status["reason"],
+            start_step=start_step,
+            end_step=max(start_step, status["global_step"]),
+            saved_step=max(start_step, status["saved_step"]) if status["state"] else None,
+            world_size=status["world_size"],
             restarts=self.restarts,
             end=time.time(),
+            events=events,
         )
         shutil.rmtree(self.files, ignore_errors=True)
-        return attempt._replace(progress=progress(attempt, facts, before)), facts
+        return attempt._replace(progress=progress(attempt, before))
+
+    def learn_run_dir(self, status):
+        if os.path.isdir(status["run_dir"]):
+            self.run_dir = status["run_dir"]
 
     def make_files(self, count):
         """The directory of FILES of the next attempt."""
-        self.files = self.directory / f"{HOST}_{os.getpid()}_{count}"
-        shutil.rmtree(self.files, ignore_errors=True)  # of a supervisor that was killed
         try:
-            self.files.mkdir(0o700, parents=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.files = Path(tempfile.mkdtemp(prefix=f"{count}_", dir=self.directory))
         except OSError as error:
             self.files = Path(tempfile.mkdtemp())
             what = "a stop reaches ranks on this host only: set LOG_DIR"
@@ -484,9 +409,8 @@ class Supervisor:
 
     def environment(self, count):
         """The environment of the next attempt."""
-        env = dict(os.environ)
+        env = {**os.environ, "ATTEMPT": str(count)}
         env.pop("ON_EVENT", None)  # it may have a secret
-        env["ATTEMPT"] = str(count)
         env["ATTEMPT_ID"] = f"{self.job}.{1000 * self.restarts + count}"
         for name in FILES:
             env[name] = str(self.files / name)
@@ -515,21 +439,19 @@ class Supervisor:
 
     def add_requests_of(self, status, of_ranks):
         """Those that did not come through this process."""
-        self.requests.look()
+        self.requests.look_at_clock()
         made = self.requests.made
-        now = time.time()
-        if made or status.get("state") == "finished":
+        if made or status["state"] == "finished":
             return
-        reason = status.get("reason") if status.get("state") == "stopped" else ""
+        reason = status["reason"] if status["state"] == "stopped" else ""
         if reason == "time limit":  # the training looks at its own clock
-            ends = self.requests.ends
-            made[min(ends, key=ends.get)] = now
+            by = min(self.requests.ends, key=self.requests.ends.get)
         elif reason == "STOP file" and not of_ranks:
-            made["STOP"] = now
+            by = "STOP"
         else:
-            by_slurm = ended_by()
-            if by_slurm:
-                made[by_slurm] = now
+            by = ended_by()
+        if by:
+            made[by] = time.time()
 
     def reports(self, hosts, code):
         """Those of the hosts; without any, what the scheduler knows."""
@@ -546,7 +468,7 @@ class Supervisor:
             return [Report("killed", "exit code 2 of srun, and no report", "a node")]
         return []
 
-    def run(self, env, facts):
+    def run(self, env):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
         try:
             self.child = subprocess.Popen(
@@ -556,8 +478,7 @@ class Supervisor:
             log(f"error: cannot start {self.command[0]}: {error.strerror}")
             return 2
         has_ended = threading.Event()
-        waiting = in_background(self.record_start, facts, has_ended)
-        is_killed = False
+        waiting = in_background(self.look_for_status, has_ended)
         code = None
         # A signal may have killed a shell, but its children still save.
         while code is None or (code < 0 and self.requests.obeyed_at and descendants()):
@@ -565,41 +486,32 @@ class Supervisor:
             if not self.requests.obeyed_at:
                 self.stop_if_requested()
             elif self.requests.pressed_again or time.time() > self.requests.kill_time():
-                self.kill_command()
-                is_killed = True
+                os.killpg(self.child.pid, signal.SIGINT)  # it makes our launchers kill all
+                code = -signal.SIGKILL
                 break
             code = self.child.poll()
         has_ended.set()
         end_of_others(code)
         waiting.join(ASK_SECONDS)
-        return -9 if is_killed else code
+        return code
 
-    def record_start(self, facts, has_ended):
-        """Write the attempt to the attempt log as soon as the training owns its run directory.
-
-        A status that never comes is asked for less and less.
-        """
+    def look_for_status(self, has_ended):
+        """Learn the run directory. A status that never comes is asked for less and less."""
         seconds = 0.5
         while not has_ended.wait(seconds):
-            seconds = min(2 * seconds, ASK_SECONDS)
             status = read_status(self.files / "STATUS_FILE")
-            if status.get("state"):
-                break
-        else:
-            return
-        self.run_dir = status.get("run_dir") or self.run_dir
-        hosts = self.used_hosts()
-        for record in self.log_records():
-            asked = record.get("requests", {})
-            if "STOP" in asked:  # for each job of a chain that was submitted before
-                self.requests.made["STOP"] = asked["STOP"]
-        self.record({**facts, "hosts": hosts, "cause": "running"})
+            if status["state"]:
+                self.learn_run_dir(status)
+                for record in self.log_records():
+                    if "STOP" in record["requests"]:
+                        self.requests.add_file(record["requests"]["STOP"])
+                return
+            seconds = min(2 * seconds, ASK_SECONDS)
 
     def stop_if_requested(self):
         """Ask the training to stop. The ranks come first; the rest may wait for a disk."""
-        self.requests.look()
-        asked = self.requests.made and self.asked()
-        if not asked:
+        self.requests.look_at_clock()
+        if not self.requests.made:
             return
         self.requests.obeyed_at = time.time()
         if is_srun(self.command) or is_ours(self.command):
@@ -608,15 +520,8 @@ class Supervisor:
         else:
             signal_training(self.child.pid)
         in_background((self.files / "STOP_FILE").touch)
-        log(f"{asked[0]}: saving and stopping; press Ctrl-C again to kill the training")
-
-    def kill_command(self):
-        """Send SIGTERM, SIGINT (which makes our launchers kill all), SIGKILL, until it exits."""
-        for number, seconds in ((signal.SIGTERM, 2), (signal.SIGINT, 6), (signal.SIGKILL, 5)):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(self.child.pid, number)
-                self.child.wait(seconds)
-                return
+        by = ", ".join(self.requests.made)
+        log(f"{by}: saving and stopping; press Ctrl-C again to kill the training")
 
     # ----------------------------------------------------------------------- the attempt log
 
@@ -625,71 +530,56 @@ class Supervisor:
 
     def log_records(self):
         records = parse_lines(lines_of(self.log_file()))
-        return [record for record in records if {"attempt", "start", "cause"} <= record.keys()]
+        return [record for record in records if record.keys() >= set(Attempt._fields)]
 
     def earlier_starts(self):
         """The attempts of this job before it was requeued."""
         found = []
         for record in self.log_records():
-            job, _, _ = f"{record['attempt']}".rpartition(".")
-            is_complete = record.keys() >= set(Attempt._fields)
-            if job == self.job and is_complete and record["restarts"] < self.restarts:
-                attempt = Attempt(*[record[name] for name in Attempt._fields])
-                reports = tuple(Report(**report) for report in attempt.reports)
-                found.append(attempt._replace(hosts=tuple(attempt.hosts), reports=reports))
+            job, _, _ = record["attempt"].rpartition(".")
+            if job == self.job and record["restarts"] < self.restarts:
+                fields = {name: record[name] for name in Attempt._fields}
+                fields["reports"] = [Report(**report) for report in record["reports"]]
+                found.append(Attempt(**fields))
         return found
 
-    def record(self, attempt):
-        """Write the attempt's line, replacing its line with the cause "running".
-
-        If another attempt still has such a line, its supervisor was killed: complete it here.
-        """
-        records = []
-        for old in self.log_records():
-            if old["start"] == attempt["start"]:
-                continue
-            if old["cause"] == "running" and "end" in attempt:
-                old.update(cause="killed", reason="together with its supervisor")
-                old.update(end=attempt["start"])
-            records.append(old)
-        records.append(attempt)
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        new = self.log_file().with_name(f".attempts.{os.getpid()}.tmp")
+    def record(self, attempt, decision):
+        """Add a line to the attempt log, and pass it to ON_EVENT."""
+        record = attempt._asdict()
+        record["reports"] = [report._asdict() for report in attempt.reports]
+        record["recomputed"] = attempt.end_step - (attempt.saved_step or 0)
+        record.update(cause=decision.cause, reason=decision.reason, next=decision.action)
         try:
-            new.unlink(missing_ok=True)
-            with open(new, "x") as file:  # it follows no link
-                file.write(text)
-            new.replace(self.log_file())
+            with open(self.log_file(), "a") as file:
+                file.write(json.dumps(record) + "\n")
         except OSError as error:
             log(f"WARNING: cannot write {self.log_file()}: {error}")
+        if os.environ.get("ON_EVENT"):
+            run_on_event(json.dumps({**record, "run_dir": self.run_dir}))
 
 
-def record_of(attempt, facts, decision):
-    """The line of the attempt log."""
-    reports = [report._asdict() for report in attempt.reports]
-    followed = {"cause": decision.cause, "reason": decision.reason, "next": decision.action}
-    return {**facts, **attempt._asdict(), "reports": reports, **followed}
+def run_on_event(text):
+    """Run ON_EVENT with this text on its standard input."""
+    command = ["sh", "-c", ON_EVENT]  # `ps` shows no secret in it
+    try:
+        subprocess.run(command, input=text.encode(), timeout=ON_EVENT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        log(f"WARNING: ON_EVENT failed: {type(error).__name__}")  # its text has the command
+        kill_descendants()
 
 
-def exit_code(decision, was_refused):
-    """The exit code of supervise.py."""
+def exit_code(decision, is_refused):
+    """The exit code of supervise.py. is_refused: Slurm has not requeued the job."""
     if decision.action in ("finish", "requeue"):
         return 0
     if decision.action == "stop" and decision.cause == "stopped":
-        return number("STOPPED_EXIT_CODE") or int(was_refused)
+        return number("STOPPED_EXIT_CODE") or int(is_refused)
     return 2 if decision.cause in USER_ERRORS else 1
 
 
 def in_background(function, *arguments):
-    """Call it in a thread: it may wait for a disk. An error of ours ends no training."""
-
-    def call():
-        try:
-            function(*arguments)
-        except Exception as error:
-            log(f"WARNING: {type(error).__name__}: {error}; the training goes on")
-
-    thread = threading.Thread(target=call, daemon=True)
+    """Call it in a thread: it may wait for a disk."""
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
     thread.start()
     return thread
 
@@ -706,16 +596,25 @@ def is_ours(command):
     return bool(ours) and ours != ["guard.py"] and not is_srun(command)
 
 
-def progress(attempt, facts, before):
+def progress(attempt, before):
     """How the attempt has shown progress: "step", "file", "time", or "" if it has made none.
 
     before: what last_change() returned at its start.
     """
-    if facts["world_size"]:  # the script has written its status
-        return "step" if attempt.saved_step > facts["start_step"] else ""
+    if attempt.world_size:  # the script has written its status
+        return "step" if attempt.saved_step > attempt.start_step else ""
     if os.environ.get("PROGRESS_FILE"):
         return "file" if last_change() > before else ""
-    return "time" if attempt.end - facts["start"] > PROGRESS_SECONDS else ""
+    return "time" if attempt.end - attempt.start > PROGRESS_SECONDS else ""
+
+
+def last_change():
+    """When the newest file that matches PROGRESS_FILE was written; 0 if there is none."""
+    newest = 0
+    for file in glob.glob(os.environ.get("PROGRESS_FILE", ""), recursive=True):
+        with suppress(OSError):  # it was replaced
+            newest = max(newest, os.stat(file).st_mtime)
+    return newest
 
 
 def lines_of(path):
@@ -731,13 +630,12 @@ def read_json(path):
 
 
 def read_status(path):
-    """What the training, any script, has reported; {} if a value is not what it should be."""
-    status = read_json(path)
-    for name, kind in STATUS.items():
-        if name in status and not isinstance(status[name], kind):
-            return {}
-    if "\0" in status.get("run_dir", ""):
-        return {}
+    """What the training, any script, has reported. A value of another type counts as missing."""
+    found = read_json(path)
+    status = {}
+    for name, default in STATUS.items():
+        value = found.get(name)
+        status[name] = value if isinstance(value, type(default)) else default
     return status
 
 
@@ -746,21 +644,20 @@ def read_report(file, hosts):
     facts = read_json(file)
     host = facts.get("host") or file.name.partition("FAILURE_FILE.")[2] or "a host"
     try:
-        own = [host] if facts["cause"] in OWN_FAULTS else []
-        named = facts.get("hosts", facts.get("silent_hosts", own))
+        at_fault = [name_among(hosts, name) for name in facts.get("hosts", [])]
         if "started_hosts" in facts:
             came = [name_among(hosts, name) for name in facts["started_hosts"]]
-            named = [name for name in hosts if name not in came]
-        written = os.stat(file).st_mtime
+            at_fault = [name for name in hosts if name not in came]
+        seconds_ago = facts.get("written", 0) - facts.get("time", 0)
         return Report(
             cause=facts["cause"] + "",
             reason=facts["reason"] + "",
             host=name_among(hosts, host) or host,
-            hosts=tuple(name_among(hosts, name) for name in named),
+            hosts=at_fault,
             rank=facts.get("rank"),
-            time=float(facts.get("time", written)),
+            time=os.stat(file).st_mtime - seconds_ago,  # one clock for all: the file system's
         )
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (OSError, KeyError, TypeError, AttributeError):
         return Report("killed", "its report cannot be read", f"{host}")
 
 
@@ -777,6 +674,12 @@ def parse_json(text):
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def code_version():
+    """The commit of the current directory, and whether files differ from it; "" without git."""
+    version = output_of("git", "describe", "--always", "--dirty=, modified", "--exclude=*") or ""
+    return version.strip()
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -796,20 +699,21 @@ def signal_training(child):
     wandb's, has a session of its own. If none does, to all. Others would die of it, such as a
     shell, or a `tee`.
     """
-    from report import stop_signal
-
     number = stop_signal()
-    parents = {}  # of the processes below torchrun
+    parents = alive()
+    below_torchrun = {}  # {process: always ""}
     programs = {}  # of the processes that handle the signal
     for process in descendants():
         with suppress(OSError):  # it has just ended
             if "TORCHELASTIC_RUN_ID" in variables_of(process):
-                parents[process] = parent_of(process)
+                below_torchrun[process] = ""
             if os.getsid(process) == child and handles(process, number):
                 programs[process] = os.readlink(f"/proc/{process}/exe")
-    ranks = [process for process, parent in parents.items() if parent not in parents]
-    if not ranks:
-        ranks = [process for process in programs if not is_worker(process, programs)]
+    for group in (below_torchrun, programs):
+        # without those that another of the group has forked
+        ranks = [p for p, program in group.items() if group.get(parents.get(p)) != program]
+        if ranks:
+            break
     if not ranks:
         os.killpg(child, number)
     for process in ranks:
@@ -817,39 +721,15 @@ def signal_training(child):
             os.kill(process, number)
 
 
-def is_worker(process, programs):
-    """Whether it was forked by another of them."""
-    with suppress(OSError):
-        parent = parent_of(process)
-        return programs.get(parent) == programs[process]
-    return False
-
-
 def end_of_others(code):
-    """End what COMMAND has left running, such as ranks whose torchrun was killed."""
+    """End what is still running, such as ranks whose torchrun was killed."""
     deadline = time.monotonic() + LEFT_SECONDS
     while code == 0 and descendants() and time.monotonic() < deadline:
         time.sleep(0.1)  # it may be about to end
     left = descendants()
     if left:
-        log(f"ending {len(left)} processes that COMMAND has left running")
+        log(f"ending {len(left)} processes")
         kill_descendants()
-
-
-# ------------------------------------------------------------------------------------- the code
-
-
-def code_version():
-    """The commit of the current directory, and whether files differ from it; "" without git."""
-    version = output_of("git", "describe", "--always", "--dirty=, modified", "--exclude=*") or ""
-    return version.strip()
-
-
-def how_to_resume():
-    if slurm_id() or os.environ.get("PBS_JOBID"):
-        return "submit or run the same command again"
-    command = " ".join(shlex.quote(word) for word in sys.argv)
-    return re.sub(r" --stop-at-step[= ]\d+", "", command)  # it would stop there at once
 
 
 if __name__ == "__main__":
