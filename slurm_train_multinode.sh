@@ -8,7 +8,7 @@
 #
 # In a job array, %a in an argument is the task's number.
 #
-# Environment (see also scripts/site.sh and scripts/supervise.py):
+# Environment (see also scripts/environment.sh and scripts/supervise.py):
 #   REPO_ROOT     path of this repository                              [the submission directory]
 #   NPROC_PER_NODE  ranks on each node                                 [one per GPU of the job]
 #   BACKEND       nccl or gloo                                         [nccl on GPUs, else gloo]
@@ -68,8 +68,8 @@ source scripts/common.sh
 check_slurm_job
 export REPO_ROOT="$PWD" PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
 export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"                         # labels numbered in the order of a set: on all ranks alike
-# shellcheck source=scripts/site.sh
-source scripts/site.sh
+# shellcheck source=scripts/environment.sh
+source scripts/environment.sh
 set_program "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}"
 
 # One task per GPU, each with its share of the cores, whatever the job requested per task. guard.py binds

@@ -43,8 +43,8 @@ main() {
     exit
   fi
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
-  # shellcheck source=scripts/site.sh
-  source scripts/site.sh
+  # shellcheck source=scripts/environment.sh
+  source scripts/environment.sh
   exec "${python[@]}" benchmarks/on_gpu.py "$@"
 }
 

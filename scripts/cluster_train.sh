@@ -4,16 +4,15 @@
 #
 # Usage: scripts/cluster_train.sh [config] [num_nodes] [node_rank] [master_addr] [master_port] [options]
 #
-# All arguments from the first one with a dash on are options of the training script. It gets --config, and
-# --distributed-backend if BACKEND is set, only if it has these options. After --, it gets what follows, and
-# nothing else. SIGQUIT makes all ranks print their stacks and go on. The output is also written to
-# LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_nodeRANK.log (link: latest_nodeRANK.log).
+# All arguments from the first one with a dash on are options of the training script. It gets --config, if a
+# config is given, and --distributed-backend, if BACKEND is set, only if it has these options. After --, it gets
+# what follows, and nothing else. SIGQUIT makes all ranks print their stacks and go on. The output is also written to
+# LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_PID_nodeRANK.log (link: latest_nodeRANK.log).
 #
-# Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/site.sh; SHARE_GPU: see scripts/guard.py):
+# Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/environment.sh; SHARE_GPU: see scripts/guard.py):
 #   NPROC_PER_NODE  ranks on this node                            [Slurm's GPUs, visible GPUs, or 1]
 #   BACKEND         nccl or gloo                                  [nccl on GPUs, else gloo]
-#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose; unknown words are ignored  [WARNING]
-#   LAUNCHER        torch.distributed.launch, deprecated; other words are ignored  [torch.distributed.run]
+#   LOG_LEVEL       torchrun's; DEBUG also makes NCCL verbose  [WARNING]
 #   TRAIN_SCRIPT    any training script that works with torchrun, or "-m package.module"  [train_distributed.py]
 #   MASTER_ADDR     the host of node rank 0                       [first host of the job, or localhost]
 #   MASTER_PORT     a free port on that host                      [derived from the job id]
@@ -31,23 +30,21 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 BACKEND="${BACKEND:-}"
 LOG_LEVEL="${LOG_LEVEL:-WARNING}"
-LAUNCHER="${LAUNCHER:-torch.distributed.run}"
 TRAIN_SCRIPT="${TRAIN_SCRIPT:-train_distributed.py}"
 MASTER_ADDR="${MASTER_ADDR:-}"
 MASTER_PORT="${MASTER_PORT:-}"
 LOG_DIR="${LOG_DIR:-logs}"
 DRY_RUN="${DRY_RUN:-}"
 
+scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+
 fail() {
-  echo "cluster_train.sh: error: $(hostname): $*" >&2
-  local facts is_first=""
-  facts="$(printf '{"cause": "configuration", "reason": "%s", "host": "%s"}' "$*" "$(hostname)")"
-  (set -o noclobber && echo "$facts" >"${FAILURE_FILE:-/dev/null}") 2>/dev/null && is_first=1 # for supervise.py
-  # As in report.py: others may have the same error.
-  if [[ -n "${FAILURE_FILE:-}" && -n "${ATTEMPT:-}" ]]; then
-    echo "$facts" >"$FAILURE_FILE.$(hostname)"
-    sleep "$((${is_first:-0} * 3))"
-  fi
+  local host
+  host="$(hostname)"
+  echo "cluster_train.sh: error: $host: $*" >&2
+  # For supervise.py. PYTHON may be what has failed.
+  "${PYTHON:-python3}" "$scripts/report.py" configuration "$*" --host "$host" 2>/dev/null ||
+    python3 "$scripts/report.py" configuration "$*" --host "$host"
   exit 2
 }
 
@@ -67,15 +64,12 @@ node_rank_among() {
 }
 
 main() {
-  # Other programs use LOG_LEVEL and LAUNCHER, too.
+  # Other programs use LOG_LEVEL, too.
   LOG_LEVEL="${LOG_LEVEL^^}"
-  [[ "$LOG_LEVEL" =~ ^(DEBUG|INFO|ERROR|CRITICAL)$ ]] || LOG_LEVEL=WARNING
-  local launcher=(torch.distributed.run)
-  case "$LAUNCHER" in
-    torch.distributed.run) ;;
-    torch.distributed.launch) launcher=("$LAUNCHER" --use-env) ;;
-    *) echo "cluster_train.sh: WARNING: LAUNCHER=$LAUNCHER is another program's, and is ignored" >&2 ;;
-  esac
+  if [[ ! "$LOG_LEVEL" =~ ^(DEBUG|INFO|WARNING|ERROR|CRITICAL)$ ]]; then
+    echo "cluster_train.sh: WARNING: LOG_LEVEL=$LOG_LEVEL is not a level of torchrun, and is ignored" >&2
+    LOG_LEVEL=WARNING
+  fi
   local given=() hosts=()
   while [[ $# -gt 0 && "$1" != -* ]]; do
     given+=("$1")
@@ -83,11 +77,11 @@ main() {
   done
   [[ ${#given[@]} -le 5 ]] ||
     fail "too many arguments before the options: ${given[*]:5} (the script's own arguments go after --)"
-  cd "$(dirname "${BASH_SOURCE[0]}")/.."
+  cd "$scripts/.."
   export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD" # a script elsewhere may import train_distributed
   export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"        # labels numbered in the order of a set: on all ranks alike
-  # shellcheck source=scripts/site.sh
-  source scripts/site.sh
+  # shellcheck source=scripts/environment.sh
+  source scripts/environment.sh
   # Only Apptainer runs this script outside the container: with Pyxis, PYTHON of the host is not here.
   [[ -n "${APPTAINER_IMAGE:-}" ]] || PYTHON="${python[0]}"
   check_python "$PYTHON"
@@ -97,7 +91,7 @@ main() {
     read -r -a hosts < <(answer_of "$PYTHON" scripts/hosts.py --hosts) || exit 2
 
   # Each is the argument, else the launcher's variable, else that of the Slurm step, else from the list of hosts.
-  local config="${given[0]:-configs/default_config.yaml}"
+  local config="${given[0]:-}"
   local nodes="${given[1]:-${SLURM_STEP_NUM_NODES:-${#hosts[@]}}}"
   local rank="${given[2]:-}"
   if [[ -z "$rank" ]]; then
@@ -107,7 +101,6 @@ main() {
   local master="${given[3]:-${MASTER_ADDR:-${hosts[0]}}}" port="${given[4]:-$MASTER_PORT}"
   if [[ "$nodes" == 1 ]]; then
     master=localhost
-    export STORE_KEY="${STORE_KEY:-$(</proc/sys/kernel/random/uuid)}"
   fi
   # On one node, the port must be free here. On several, the launcher has chosen one.
   [[ -n "$port" ]] || port="$(answer_of "$PYTHON" scripts/hosts.py --free-port)" || exit
@@ -130,7 +123,7 @@ main() {
   fi
   where+=(--nproc-per-node "$NPROC_PER_NODE")
 
-  local command=("${python[@]}" -m "${launcher[@]}" "${where[@]}" "${script[@]}" "${arguments[@]}")
+  local command=("${python[@]}" -m torch.distributed.run "${where[@]}" "${script[@]}" "${arguments[@]}")
   if [[ "$TRAIN_SCRIPT" == *doctor.py ]]; then # it starts the ranks itself: torchrun would wait for missing nodes
     command=("${python[@]}" "${script[@]}" "${where[@]}" "${arguments[@]}")
   fi
@@ -154,8 +147,9 @@ main() {
     export NCCL_DEBUG=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL
   fi
   local logs="$LOG_DIR/distributed_training" log
-  log="cluster_train_$(date +%Y%m%d_%H%M%S)_${SLURM_JOB_ID:-$$}_node$rank.log" # jobs may start at the same time
-  mkdir -p "$logs" && [[ -w "$logs" ]] || fail "cannot write to $logs: set LOG_DIR"
+  log="cluster_train_$(date +%Y%m%d_%H%M%S)_${SLURM_JOB_ID:+${SLURM_JOB_ID}_}$$_node$rank.log"
+  mkdir -p "$logs" || true
+  (set -o noclobber && : >"$logs/$log") 2>/dev/null || fail "cannot write to $logs: set LOG_DIR"
   ln -sfn "$log" "$logs/latest_node$rank.log"
   # Python itself, not a wrapper around it: it gets the signals.
   exec "$(answer_of "$PYTHON" -c 'import sys; print(sys.executable)')" \

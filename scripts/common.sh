@@ -49,9 +49,9 @@ takes() {
   [[ "$TRAIN_SCRIPT" -ef train_distributed.py ]] || grep -qsPz -e "(?m)$declares|$has_main" -- "$TRAIN_SCRIPT"
 }
 
-# split_config [CONFIG] [OPTION ...]: sets `config`, and the array `arguments` to the options.
+# split_config [CONFIG] [OPTION ...]: sets `config`, "" if none is given, and the array `arguments` to the options.
 split_config() {
-  config=configs/default_config.yaml
+  config=""
   arguments=("$@")
   if [[ $# -gt 0 && "$1" != -* ]]; then
     config="$1"
@@ -59,10 +59,19 @@ split_config() {
   fi
 }
 
+# add_option OPTION VALUE: puts it before `arguments`, if the user has given the value, and the script takes it.
+add_option() {
+  if [[ -n "$2" ]] && takes "$1"; then
+    arguments=("$1" "$2" "${arguments[@]}")
+  elif [[ -n "$2" ]]; then
+    echo "${0##*/}: $TRAIN_SCRIPT has no option $1, so $2 is not passed to it" >&2
+  fi
+}
+
 # set_program [CONFIG] [OPTION ...]: sets the arrays `script`, to what runs a rank, and `arguments`.
 set_program() {
   split_config "$@"
-  [[ -f "$config" ]] || fail "there is no config $config in $PWD"
+  [[ -z "$config" || -f "$config" ]] || fail "there is no config $config in $PWD"
   local first_line=""
   script=(scripts/guard.py "$TRAIN_SCRIPT")
   case "$TRAIN_SCRIPT" in
@@ -79,12 +88,8 @@ set_program() {
     arguments=("${arguments[@]:1}")
     return
   fi
-  if [[ -n "$BACKEND" ]] && takes --distributed-backend; then
-    arguments=(--distributed-backend "$BACKEND" "${arguments[@]}")
-  fi
-  if takes --config; then
-    arguments=(--config "$config" "${arguments[@]}")
-  fi
+  add_option --distributed-backend "$BACKEND"
+  add_option --config "$config"
 }
 
 if [[ "${1:-}" == --help || "${1:-}" == -h ]]; then

@@ -7,12 +7,15 @@
 Environment:
     NNODES          nodes to train on, or MIN:MAX: on MAX, and on fewer, but at least MIN, if some
                     cannot be used. The other nodes of the job are spares            [all]
+    HOST_LIST       set by launch.py for the hosts: those that it uses, rank 0's first
     EXCLUDED_NODES  nodes to leave out, such as node07,rack[01-02]-n1                []
 What the user must change is raised as a ValueError. Needs only Python 3.8.
 """
 
+import ipaddress
 import os
 import socket
+import struct
 import subprocess
 import sys
 import zlib
@@ -21,6 +24,7 @@ from pathlib import Path
 
 HOST = socket.gethostname()
 FIRST_PORT = 15000
+ESTABLISHED = "01"  # a connection, in /proc/net/tcp
 EPHEMERAL_PORTS = 32768  # where Linux's range starts, of which any program may get one
 
 
@@ -41,6 +45,8 @@ def main():
 
 def hosts_of_job(env):
     """The job's hosts, rank 0's first; ["localhost"] without a job."""
+    if env.get("HOST_LIST"):
+        return env["HOST_LIST"].split()
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if nodes:
         return expand(nodes)
@@ -104,6 +110,45 @@ def choose_master(env, hosts):
     if not env.get("MASTER_PORT") and name_among(hosts, HOST) == master:
         port = free_port(port)
     return master, str(port)
+
+
+def missing_hosts(hosts, peers):
+    """Which hosts are not among the peers of the first; [] if that cannot be said.
+
+    peers: IP addresses, which may be others than those of the names.
+    """
+    addresses = {host: addresses_of(host) for host in hosts}
+    if peers - set().union(*addresses.values()):
+        return []
+    return [host for host in hosts[1:] if not addresses[host] & peers]
+
+
+def addresses_of(host):
+    """Its IP addresses, as this host knows them."""
+    with suppress(OSError, UnicodeError):
+        return {info[4][0] for info in socket.getaddrinfo(host, None)}
+    return set()
+
+
+def peers_of(port):
+    """The IP addresses of other hosts that are connected with this port of this host."""
+    found = set()
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(file).read_text().splitlines()[1:]:
+                local, remote, state = line.split()[1:4]
+                own, number = local.split(":")
+                peer = remote.split(":")[0]
+                if int(number, 16) == port and state == ESTABLISHED and peer != own:
+                    found.add(address_of(peer))
+    return found
+
+
+def address_of(text):
+    """/proc/net/tcp writes each 4 bytes of an address as a number of this machine."""
+    numbers = [int(text[begin : begin + 8], 16) for begin in range(0, len(text), 8)]
+    address = ipaddress.ip_address(struct.pack(f"={len(numbers)}I", *numbers))
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def port_of_job(env):

@@ -51,14 +51,19 @@ def descendants():
     return found
 
 
-def kill_descendants():
-    """Send them SIGTERM, then SIGKILL, until none is alive."""
-    for number, seconds in ((signal.SIGTERM, 8), (signal.SIGKILL, 5)):
-        for process in descendants():
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
-        deadline = time.monotonic() + seconds
-        while descendants() and time.monotonic() < deadline:
+def kill_descendants(numbers=(signal.SIGTERM, signal.SIGKILL)):
+    """Send each one of these signals, and in 8 seconds the next, until none is alive."""
+    for number in numbers:
+        asked = set()
+        deadline = time.monotonic() + 8
+        while time.monotonic() < deadline:
+            found = descendants()
+            if not found:
+                return
+            for process in set(found) - asked:
+                with suppress(ProcessLookupError):
+                    os.kill(process, number)
+            asked.update(found)
             time.sleep(0.05)
 
 

@@ -8,18 +8,21 @@ to the ranks, once, as STOP_SIGNAL (TERM, USR1 or USR2 [TERM]): they save and ex
 exits without an error. STOP_FILE names the signal, for supervise.py. A second Ctrl-C kills them; a
 second SIGTERM does not, because Slurm sends it twice in quick succession.
 SIGQUIT makes the ranks print their stacks and go on.
-The output is also written to the file LOG. If a rank was killed, this is what FAILURE_FILE says
-(see guard.py). Without one, the reason why a rank has failed is printed again at the end, below the
-40 lines of torchrun.
+The output is also written to the file LOG. FAILURE_FILE (see report.py) says which rank was killed,
+and which host's torchrun has not come to the rendezvous within RANK_TIMEOUT. Without supervise.py,
+the reason is printed again at the end, below the 40 lines of torchrun.
 Exit code: that of COMMAND; 128 + N if signal N killed it, or if the ranks did not exit with 0 after
-it. Needs only Python 3.8.
+it; without supervise.py, STOPPED_EXIT_CODE [0] if the training was stopped before its end.
+Needs only Python 3.8.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,34 +32,51 @@ from pathlib import Path
 
 import memory
 import node_check
+from hosts import hosts_of_job, missing_hosts, peers_of
 from processes import children_of, end_with_parent, variables_of
-from report import HOST, say, stop_signal, write_failure, write_stop
+from report import HOST, say, seconds, stop_signal, whole_number, write_failure, write_stop
 
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 10  # the first host knows who is missing, so it is the first to say it
 LOG_SECONDS = 5  # for the last lines on a slow terminal
+TEE_SECONDS = 1  # for torchrun's last lines
+SAME_ZONE = 900  # seconds: the clock of a container may show the time of another zone
 STACK_SECONDS = 0.3  # from one rank that prints its stacks to the next, whose lines would mix
+SUMMARY = re.compile(  # torchrun's, of the first rank to fail
+    r"time +: (?P<time>\S+)\n.*\n +rank +: (?P<rank>\d+) .*\n +exitcode +: -(?P<signal>\d+) "
+)
 
 
 def main() -> int:
     torchrun = Torchrun()
     log, *command = sys.argv[1:]
+    rendezvous = Rendezvous(command)
+    stopped_code = whole_number(
+        "STOPPED_EXIT_CODE", os.environ.get("STOPPED_EXIT_CODE") or 0, 0, 255
+    )
     # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP")  # not SIGQUIT
     # If SIGTERM also reaches torchrun, it kills its ranks after 30 s: too soon for some saves.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    supervised = os.environ.get("FAILURE_FILE")
+    os.environ["PET_RDZV_CONF"] = f"timeout={rendezvous.timeout + 10 * GRACE_SECONDS:.0f}"
+    is_supervised = "FAILURE_FILE" in os.environ
     with tempfile.TemporaryDirectory() as own_reports:
-        failure_file = supervised or os.path.join(own_reports, "failure.json")
-        os.environ["FAILURE_FILE"] = failure_file
+        for name in ("FAILURE_FILE", "STATUS_FILE"):
+            os.environ.setdefault(name, os.path.join(own_reports, name))
         tee = start_tee(log)
         kills = memory.oom_kills()
-        code = torchrun.run(command)
+        code = torchrun.run(command, rendezvous)
         ignore_signals()
-        if code != 0 and not os.path.exists(failure_file):
-            report_killed_rank(kills, torchrun.stopped_by)
-            code = -torchrun.stopped_by or code
-        elif code != 0 and not supervised:  # supervise.py does so, too
-            repeat(failure_file)
+        if code != 0:
+            report_killed_rank(log, memory.oom_kills() > kills, torchrun.stopped_by)
+            if torchrun.stopped_by and not os.path.exists(os.environ["FAILURE_FILE"]):
+                code = -torchrun.stopped_by
+        if not is_supervised:  # else supervise.py does so
+            if code != 0:
+                repeat_reason()
+            elif was_stopped(torchrun.stopped_by):
+                code = stopped_code
     end_tee(tee)
     return code if code >= 0 else 128 - code
 
@@ -74,7 +94,7 @@ class Torchrun:
             if not under_nohup:
                 signal.signal(number, self.on_stop)
 
-    def run(self, command: list[str]) -> int:
+    def run(self, command: list[str], rendezvous: Rendezvous) -> int:
         """Run it until it exits. Returns its exit code, -N if signal N killed it."""
         # In a new session, so that Ctrl-C does not reach it.
         self.process = subprocess.Popen(
@@ -84,9 +104,14 @@ class Torchrun:
             preexec_fn=before_torchrun,
         )
         signal.signal(signal.SIGQUIT, self.on_quit)
-        if self.stopped_by:  # before there was a process
-            self.process.kill()
-        code = self.process.wait()
+        code = None
+        while code is None:
+            time.sleep(POLL_SECONDS)
+            if self.stopped_by:  # maybe before there were ranks
+                self.stop_ranks()
+            elif rendezvous.is_due() and not self.ranks() and rendezvous.has_failed():
+                self.process.kill()
+            code = self.process.poll()
         for rank in self.stopped_ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank, signal.SIGKILL)  # its own children, as of mp.spawn
@@ -100,19 +125,24 @@ class Torchrun:
                 time.sleep(STACK_SECONDS)
 
     def on_stop(self, number: int, _frame) -> None:
-        ranks = self.ranks()
         if self.stopped_by:
-            if number == signal.SIGINT:
-                send(signal.SIGKILL, [*ranks, self.torchrun(), self.process.pid])
+            if number == signal.SIGINT and self.process:
+                send(signal.SIGKILL, [*self.ranks(), self.torchrun(), self.process.pid])
             return
         self.stopped_by = number
+        if self.process:
+            self.stop_ranks()
         write_stop(number)
         if number == signal.SIGINT:
             write("stopping: all ranks save and exit; press Ctrl-C again to kill them\n")
-        self.stopped_ranks = ranks
+
+    def stop_ranks(self) -> None:
+        """Signal those that have not been. Without any, there is nothing to save."""
+        ranks = [rank for rank in self.ranks() if rank not in self.stopped_ranks]
+        self.stopped_ranks += ranks
         send(self.stop_signal, ranks)
-        if self.process and not ranks:  # nothing to save
-            self.process.kill()
+        if not self.stopped_ranks:
+            self.process.terminate()  # if it starts ranks at this moment, it ends them
 
     def ranks(self) -> list[int]:
         """Each is the leader of a session of its own."""
@@ -122,6 +152,47 @@ class Torchrun:
         """In a container, it is the child of Apptainer."""
         inner = children_of(self.process.pid) if os.environ.get("APPTAINER_IMAGE") else []
         return inner[0] if inner else self.process.pid
+
+
+class Rendezvous:
+    """The hosts wait for each other in torchrun, before there are ranks."""
+
+    def __init__(self, command: list[str]):
+        options = dict(zip(command, command[1:]))
+        self.nodes = int(options.get("--nnodes", "1"))
+        self.is_first = options.get("--node-rank") == "0"
+        self.address = (options.get("--master-addr"), int(options.get("--master-port", "0")))
+        self.timeout = seconds("RANK_TIMEOUT", 300)
+        self.deadline = time.monotonic() + self.timeout
+        if not self.is_first:
+            self.deadline += GRACE_SECONDS
+
+    def is_due(self) -> bool:
+        """Whether it should be over. True only once."""
+        if self.nodes == 1 or time.monotonic() < self.deadline:
+            return False
+        self.deadline = float("inf")
+        return True
+
+    def has_failed(self) -> bool:
+        """Report the hosts that have not come, unless another host does."""
+        host, port = self.address
+        if self.is_first:
+            peers = peers_of(port)
+            hosts = missing_hosts(hosts_of_job(os.environ)[: self.nodes], peers)
+            connected = ", ".join(sorted(peers)) or "none"
+            who = ", ".join(hosts) or f"some of {self.nodes} hosts (connected: {connected})"
+        else:
+            with suppress(OSError):
+                socket.create_connection(self.address, GRACE_SECONDS).close()
+                return False  # the first host waits, too
+            hosts = [host]
+            who = f"the first host, {host} port {port},"
+        limit = f"{self.timeout:.0f} s (RANK_TIMEOUT)"
+        reason = f"torchrun of {who} did not start within {limit}: see the log there"
+        say(f"cluster_train.sh: error: {HOST}: {reason}")
+        write_failure("node lost", reason, None, hosts=hosts)
+        return True
 
 
 def before_torchrun() -> None:
@@ -171,25 +242,56 @@ def end_tee(tee: subprocess.Popen) -> None:
         tee.wait(LOG_SECONDS)
 
 
-def report_killed_rank(kills: int, stopped_by: int) -> None:
+def report_killed_rank(log: str, lost_memory: bool, stopped_by: int) -> None:
     """Write to FAILURE_FILE what a rank that was killed could not report.
 
-    kills: what memory.oom_kills() returned before; stopped_by: the signal that asked them to stop.
+    lost_memory: whether the kernel has killed a process for its memory. stopped_by: the signal that
+    asked the ranks to stop.
     """
-    node_check.report_gpu("")  # NCCL aborts a rank whose GPU is lost
-    if memory.oom_kills() > kills:
+    if not stopped_by:
+        node_check.report_gpu("")  # NCCL aborts a rank whose GPU is lost
+    time.sleep(TEE_SECONDS)
+    facts = killed_rank(log, time.time())
+    number = facts.pop("signal", None)
+    if lost_memory:
         say(f"cluster_train.sh: error: {HOST}: {memory.KILLED}")
-        write_failure("out of memory", memory.KILLED)
-    elif not stopped_by:
-        write_failure("killed", "a rank was killed, or has not said why: see the report above")
+        write_failure("out of memory", memory.KILLED, **facts)
+    elif number and number not in STOPS and not stopped_by:  # STOPS: by a launcher
+        write_failure("killed", f"it was killed by {signal.Signals(number).name}", **facts)
 
 
-def repeat(failure_file: str) -> None:
-    """Print the reason in the file, if there is one."""
-    with suppress(OSError, ValueError):
-        failure = json.loads(Path(failure_file).read_text())
+def killed_rank(log: str, now: float) -> dict:
+    """What torchrun, which writes no error file then, says of the first rank to be killed."""
+    found = None
+    with suppress(OSError):
+        found = SUMMARY.search(Path(log).read_text(errors="replace").rpartition("Root Cause")[2])
+    if not found:
+        return {"rank": None}
+    died = time.mktime(time.strptime(found["time"], "%Y-%m-%d_%H:%M:%S"))
+    if not 0 <= now - died < SAME_ZONE:
+        died = now
+    return {"rank": int(found["rank"]), "signal": int(found["signal"]), "time": died}
+
+
+def repeat_reason() -> None:
+    """Print the reason in FAILURE_FILE, if there is one."""
+    failure = read_json("FAILURE_FILE")
+    if failure:
         rank = f"rank {failure['rank']} on " if "rank" in failure else ""
         say(f"cluster_train.sh: error: {rank}{failure['host']}: {failure['reason']}")
+
+
+def was_stopped(stopped_by: int) -> bool:
+    """Whether it exited before its end. A script without a status did so if it was asked to."""
+    state = read_json("STATUS_FILE").get("state", "stopped" if stopped_by else "")
+    return state == "stopped"
+
+
+def read_json(name: str) -> dict:
+    """The content of the file that the environment variable names; {} without one."""
+    with suppress(OSError, ValueError):
+        return json.loads(Path(os.environ[name]).read_text())
+    return {}
 
 
 if __name__ == "__main__":

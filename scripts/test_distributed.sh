@@ -52,8 +52,8 @@ train() {
 
 main() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.."
-  # shellcheck source=scripts/site.sh
-  source scripts/site.sh
+  # shellcheck source=scripts/environment.sh
+  source scripts/environment.sh
   if [[ ! "${1:-}" =~ ^([1-9][0-9]*)?$ ]]; then
     fail "'$1' is not a number of processes"
   fi

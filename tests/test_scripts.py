@@ -9,7 +9,7 @@ import sys
 import pytest
 from harness import REPO, running, write_program
 
-SOURCED = ("common.sh", "site.sh")
+SOURCED = ("common.sh", "environment.sh", "site.sh")
 SHELL_SCRIPTS = sorted(
     path
     for pattern in ("*.sh", "*.slurm")

@@ -43,8 +43,8 @@ if [[ $# == 0 ]]; then
   set -- "${words[@]}"
 fi
 export REPO_ROOT="$PWD"
-# shellcheck source=scripts/site.sh
-source scripts/site.sh
+# shellcheck source=scripts/environment.sh
+source scripts/environment.sh
 split_config "$@"
 export PYTHON # also on the nodes, whose python3 may be too old
 start "$PYTHON" scripts/supervise.py "$PYTHON" scripts/ssh/launch.py --pbs -- "$config" "${arguments[@]}"

@@ -13,7 +13,6 @@ Exit code: that of the first node that failed (255: ssh); 2 user error; 130 afte
 import json
 import math
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -25,6 +24,10 @@ import time
 from contextlib import suppress
 
 from node import END_SECONDS, exit_code, request
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # scripts/
+from hosts import choose_hosts, choose_master  # noqa: E402
+from report import whole_number, write_failure  # noqa: E402
 
 # After `end`, the launcher exits without waiting for its nodes this many seconds later.
 EXIT_SECONDS = END_SECONDS + 10
@@ -39,7 +42,9 @@ SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInte
 CONNECT = """
 host=$1 node=$3/$2
 sleep $(($2 / 10)) # HOSTS_PER_SECOND
-"${@:4}" <"$node.input" 2>&1 | tee -p "${LOG_DIR:-logs}/node_$host.log"
+log=${LOG_DIR:-logs}/node_$host
+ln -sfn "${log##*/}_${3##*/}.log" "$log.log"
+"${@:4}" <"$node.input" 2>&1 | tee -p "${log}_${3##*/}.log"
 echo "${PIPESTATUS[0]}" 2>/dev/null >"$node.code"
 """
 # The same in a PBS job. Its arguments: SLOT RANK DIRECTORY, and the script for bash on the host.
@@ -94,19 +99,20 @@ def main():
         if not shutil.which(program):
             fail(f"{program} is not installed here")
 
-    hosts = choose_hosts(given, way)
-    nodes_file = os.environ.get("NODES_FILE")
-    if nodes_file:  # for supervise.py
-        with suppress(OSError), open(nodes_file, "w") as file:
-            json.dump({"given": given, "used": hosts}, file)
-    master = os.environ.get("MASTER_ADDR") or hosts[0]
-    port = os.environ.get("MASTER_PORT") or str(random.randrange(15000, 30000))
-    os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
+    try:
+        hosts = choose(given, way)
+        os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
+        master, port = choose_master(os.environ, hosts)
+    except ValueError as error:
+        fail(error)
+    os.environ["HOST_LIST"] = " ".join(hosts)
+    write_nodes(given, hosts)
     signals = record_signals()
     nodes = []
     for rank, host in enumerate(hosts):
-        command = ["scripts/cluster_train.sh", config, str(len(hosts)), str(rank), master, port]
-        text = way.first_input() + request(command + options) + "\n"
+        where = [config, str(len(hosts)), str(rank), master, port]
+        command = ["bash", "scripts/cluster_train.sh", *where, *options]
+        text = way.first_input() + request(command) + "\n"
         nodes.append(Node(host, f"{way.directory}/{rank}", text))
     way.start(nodes)
     return run(nodes, way, signals)
@@ -119,7 +125,7 @@ class Ssh:
     """An ssh for each host."""
 
     programs = ["ssh"]
-    has_logs = True  # node_HOST.log
+    has_logs = True  # node_HOST_DIRECTORY.log, linked to by node_HOST.log
 
     def __init__(self):
         self.directory = make_directory(tempfile.gettempdir())
@@ -202,7 +208,7 @@ class Pbs:
 
 def make_directory(parent):
     """A directory that is removed when this process exits, even if it is killed."""
-    directory = tempfile.mkdtemp(prefix="launch-", dir=parent)
+    directory = tempfile.mkdtemp(prefix=time.strftime("launch-%Y%m%d_%H%M%S-"), dir=parent)
     pipe, _ = os.pipe()  # at its end when this process has exited
     start(["sh", "-c", 'trap "" TERM; cat; rm -rf "$0"', directory], stdin=pipe)
     return directory
@@ -226,26 +232,29 @@ def start(command, stdin=subprocess.DEVNULL, stdout=None):
 # ---- the hosts, and what runs there
 
 
-def choose_hosts(given, way):
-    """The hosts to train on: not those in EXCLUDED_NODES; with NNODES, the first that answer."""
-    nnodes = os.environ.get("NNODES") or "0"
-    if not nnodes.isdigit() or int(nnodes) > len(given):
-        count = len(given)
-        fail(f"NNODES is '{nnodes}', not a number from 1 to {count}, the number of hosts")
-    wanted = int(nnodes)
-    excluded = os.environ.get("EXCLUDED_NODES", "").split(",")
-    hosts = [host for host in given if host not in excluded]
-    if len(hosts) < max(1, wanted):
-        hosts = given
-    if wanted in (0, len(hosts)):
+def choose(given, way):
+    """The hosts to train on. With NNODES, some may be spared: the first that answer."""
+    env = os.environ
+    hosts = choose_hosts(given, env)
+    if env.get("NNODES") in (None, "", str(len(given))):
         return hosts
-    lost = way.lost(hosts)
-    reached = [host for host in hosts if host not in lost]
-    if len(reached) < wanted:
-        return hosts[:wanted]  # its error names one that is lost
-    if any(host in lost for host in hosts[:wanted]):
-        say(f"{', '.join(lost)} left out: ssh cannot connect; a spare node takes its place")
-    return reached[:wanted]
+    lost = way.lost(given)
+    left_out = [env.get("EXCLUDED_NODES", ""), *lost]
+    try:
+        reached = choose_hosts(given, {**env, "EXCLUDED_NODES": ",".join(left_out)})
+    except ValueError:  # too few
+        return hosts  # its error names one that is lost
+    if reached != hosts:
+        say(f"{', '.join(lost)} left out: ssh cannot connect; training on {', '.join(reached)}")
+    return reached
+
+
+def write_nodes(given, used):
+    """For supervise.py."""
+    file = os.environ.get("NODES_FILE")
+    if file:
+        with suppress(OSError), open(file, "w") as nodes:
+            json.dump({"given": given, "used": used}, nodes)
 
 
 class Node:
@@ -287,12 +296,15 @@ def run(nodes, way, signals):
     is_stopping = False
     killed = False  # by a second Ctrl-C, or at the end of the job
     deadline = math.inf
+    stopped_code = whole_number(
+        "STOPPED_EXIT_CODE", os.environ.get("STOPPED_EXIT_CODE") or 0, 0, 255
+    )
     codes = [None]
     while None in codes and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         codes = [node.code() for node in nodes]
         for node, code in zip(nodes, codes):
-            if code and failed is None:
+            if code not in (None, 0, stopped_code) and failed is None:
                 failed = (node.host, code)
         word = ""
         while signals:
@@ -314,24 +326,19 @@ def run(nodes, way, signals):
     if killed and any(code != 0 for code in codes):
         return 130
     if failed is None:
-        return 0
+        return max(codes)
     report_hosts(nodes, codes)
     host, code = failed
     say(f"error: {host} failed (exit code {code}), so all nodes were stopped")
     if way.has_logs:
-        show_end(os.path.join(os.environ.get("LOG_DIR") or "logs", f"node_{host}.log"))
+        name = f"node_{host}_{os.path.basename(way.directory)}.log"
+        show_end(os.path.join(os.environ.get("LOG_DIR") or "logs", name))
     return code
 
 
 def report_hosts(nodes, codes):
-    """Write FAILURE_FILE for supervise.py, unless a host has: one without its mount cannot."""
-    file = os.environ.get("FAILURE_FILE")
-    if not file or os.path.exists(file):
-        return
-    sys.path.append(os.path.dirname(sys.path[0]))
-    from report import write_failure
-
-    causes = {2: "configuration", 255: "node lost"}
+    """Write FAILURE_FILE for hosts that could not do so: without ssh, a mount or Python."""
+    causes = {2: "configuration", 126: "configuration", 127: "configuration", 255: "node lost"}
     for node, code in zip(nodes, codes):
         if code in causes:
             reason = f"exit code {code}, see its log"

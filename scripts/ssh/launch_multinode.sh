@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Starts one of several machines by hand, like launch_torchrun_multinode.sh, but with
-# torch.distributed.launch, which is deprecated.
+# Another name of launch_torchrun_multinode.sh: starts one of several machines by hand.
 #
 # Usage: scripts/ssh/launch_multinode.sh CONFIG GPUS_PER_NODE NODES NODE_RANK MASTER_ADDR [options]
 #
@@ -13,5 +12,4 @@
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
-export LAUNCHER=torch.distributed.launch
 exec "$(dirname "${BASH_SOURCE[0]}")/launch_torchrun_multinode.sh" "$@"

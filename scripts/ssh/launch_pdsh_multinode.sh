@@ -20,5 +20,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 [[ $# -gt 2 && "$3" != -* ]] || fail "no HOSTS: CONFIG GPUS_PER_NODE HOSTS [options]"
 mapfile -t hosts < <(pdsh -R exec -f 1 -N -w "$3" echo %h)
 [[ ${#hosts[@]} -gt 0 ]] || fail "pdsh finds no hosts in '$3'"
-export FAN_OUT=pdsh
-exec "$(dirname "${BASH_SOURCE[0]}")/launch_torchrun_auto.sh" "$1" "$2" "${hosts[@]}" "${@:4}"
+exec "$(dirname "${BASH_SOURCE[0]}")/launch_torchrun_auto.sh" --pdsh "$1" "$2" "${hosts[@]}" "${@:4}"

@@ -7,14 +7,12 @@ Standard input has one message per line. First the line of request(). Later `qui
 ranks should print their stacks; `stop`: it should save and exit; or `end`: it has END_SECONDS to do
 so. End of input means that the launcher has exited. With --files, the messages are in the file
 PATH.words, which the launcher's end removes, and the exit code is written to PATH.code.
-When the command has exited, all processes that it left behind are killed: those with ON_NODE=ID in
-their environment.
-If node.py is killed, the same happens END_SECONDS later: a PBS job ends with SIGKILL to node.py's
-session only, and torchrun's ranks have sessions of their own.
+When the command has exited, all processes that it left behind are killed: node.py adopts them. It
+is two processes: the one that runs the command has a session of its own, because a PBS job ends
+with SIGKILL to the session. If one of the two is killed, the other stops the command.
 Exit code: the command's; 128 + N if signal N killed it.
 """
 
-import ctypes
 import json
 import math
 import os
@@ -25,8 +23,10 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import suppress
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # scripts/
+from processes import adopt_orphans, end_with_parent, kill_descendants  # noqa: E402
 
 # After `end`, node.py kills its command this many seconds later. Another node has failed, or Ctrl-C
 # was pressed twice; ranks that wait for a failed rank would never exit.
@@ -39,19 +39,23 @@ GONE_SECONDS = 30
 # Variables of a host, a session or an MPI process are not forwarded. Those of modules
 # (LOADEDMODULES, ...) are, because they describe PATH and LD_LIBRARY_PATH, which are forwarded too.
 PRIVATE = re.compile(
-    r"_|BASH.*|DBUS_.*|DISPLAY|EUID|HOME|HOST|HOSTNAME|KRB5CCNAME|LOGNAME|MAIL|OLDPWD|ON_NODE|PPID"
+    r"_|BASH.*|DBUS_.*|DISPLAY|EUID|HOME|HOST|HOSTNAME|KRB5CCNAME|LOGNAME|MAIL|OLDPWD|PPID"
     r"|PWD|SHELL.*|SHLVL|SLURM.*|SSH_.*|TERM.*|TMPDIR|TMUX.*|UID|USER|XAUTHORITY|XDG_.*"
-    r"|.*_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|OMPI_.*|PMIX?_.*|PBS_(MOMPORT|NODENUM|TASKNUM|VNODENUM)"
+    r"|OMPI_.*|PMIX?_.*|PBS_(MOMPORT|NODENUM|TASKNUM|VNODENUM)"
 )
+# In a job, the scheduler has chosen those of one host; in a shell, the user has, for all hosts.
+GPUS = re.compile(r".*_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL")
 
 
 def request(command):
     """The line that makes node.py run the command with this process's environment."""
     environment = {}
+    in_job = "SLURM_JOB_ID" in os.environ or "PBS_JOBID" in os.environ
     for name, value in os.environ.items():
-        if not PRIVATE.fullmatch(name):
+        is_private = PRIVATE.fullmatch(name) or (in_job and GPUS.fullmatch(name))
+        if not is_private:
             environment[name] = value
-    return json.dumps({"command": command, "environment": environment, "id": uuid.uuid4().hex})
+    return json.dumps({"command": command, "environment": environment})
 
 
 class StandardInput:
@@ -88,105 +92,47 @@ class GrowingFile:
         return line
 
 
-def serve(launcher):
-    """Run the command that the launcher requests. Returns the exit code."""
+def serve(launcher, front):
+    """Run the command that the launcher requests. Returns the exit code.
+
+    front: the process that is in the session of the launch.
+    """
+    stops = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: stops.append(number))
     line = b""
     while not line:
         line = launcher.message()
     if not line.endswith(b"\n"):  # the launcher has already exited
         return 128 + signal.SIGTERM
     wanted = json.loads(line)
-    signals = record_signals()
-    environment = dict(os.environ)
-    environment.update(wanted["environment"])
-    environment["ON_NODE"] = wanted["id"]
-    mark = f"ON_NODE={wanted['id']}".encode()
-    reaper = start_reaper(mark)
     command = subprocess.Popen(
         wanted["command"],
-        env=environment,
+        env={**os.environ, **wanted["environment"]},
         stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=stop_with_parent,
+        preexec_fn=end_with_parent,
     )
     end_seconds = {b"end\n": END_SECONDS, b"gone": GONE_SECONDS}
-    if "ATTEMPT" in environment:  # under supervise.py
+    if "STOP_FILE" in wanted["environment"]:  # under supervise.py
         end_seconds[b"gone"] = END_SECONDS
-    wait(command, launcher, signals, end_seconds)
-    with suppress(ProcessLookupError):
-        os.killpg(command.pid, signal.SIGKILL)
-    kill_all(mark)
-    os.kill(reaper, signal.SIGKILL)
-    return exit_code(command.wait())
-
-
-def record_signals():
-    """From now on, append each stop signal, which a scheduler may send, to the list returned."""
-    signals = []
-
-    def on_signal(number, _frame):
-        signals.append(number)
-
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher sends a word instead
-    return signals
-
-
-def wait(command, launcher, signals, end_seconds):
-    """Wait until the command has exited, or its time after one of these words is over."""
-    stopping = False
+    is_stopping = False
     deadline = math.inf
     while command.poll() is None and time.monotonic() < deadline:
         if deadline < math.inf:
             time.sleep(0.1)
             continue
         word = launcher.message()
+        if os.getppid() != front:
+            word = b"gone"
         if word == b"quit\n":
             command.send_signal(signal.SIGQUIT)
             continue
-        if signals and not word:
-            word = b"stop"
-        if word and not stopping:  # once: a second SIGTERM may interrupt a save
-            stopping = True
+        if (word or stops) and not is_stopping:  # once: a second SIGTERM may interrupt a save
+            is_stopping = True
             command.terminate()
         if word in end_seconds:
             deadline = time.monotonic() + end_seconds[word]
-
-
-def start_reaper(mark):
-    """Start a process that calls kill_all END_SECONDS after this one dies. Returns its pid."""
-    parent_is_gone, write_end = os.pipe()  # readable once no process has the write end open
-    pid = os.fork()
-    if pid:
-        return pid
-    os.setsid()
-    os.close(write_end)
-    os.closerange(0, 3)  # ssh waits until these are closed
-    os.read(parent_is_gone, 1)
-    time.sleep(END_SECONDS)
-    kill_all(mark)
-    os._exit(0)
-
-
-def stop_with_parent():
-    """For preexec_fn: if this process is killed, the kernel sends the child SIGTERM."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def kill_all(variable):
-    """Kill every process with this variable in its environment, even if its parent has exited."""
-    for _ in range(50):  # a process may have started another before it was killed
-        found = False
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
-                if variable in environ.read().split(b"\0"):
-                    os.kill(int(pid), signal.SIGKILL)
-                    found = True
-        if not found:
-            return
-        time.sleep(0.1)
+    kill_descendants([signal.SIGKILL])
+    return exit_code(command.wait())
 
 
 def exit_code(code):
@@ -195,14 +141,26 @@ def exit_code(code):
 
 
 def main():
-    if sys.argv[1:2] != ["--files"]:
-        return serve(StandardInput())
-    path = sys.argv[2]
-    code = serve(GrowingFile(f"{path}.words"))
-    with suppress(OSError):  # unless the launcher has exited
-        with open(f"{path}.new", "w") as file:
-            file.write(str(code))
-        os.replace(f"{path}.new", f"{path}.code")
+    path = sys.argv[2] if sys.argv[1:2] == ["--files"] else None
+    launcher = GrowingFile(f"{path}.words") if path else StandardInput()
+    adopt_orphans()
+    front = os.getpid()
+    keeper = os.fork()
+    if not keeper:
+        os.setsid()
+        adopt_orphans()
+        return serve(launcher, front)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a scheduler may send them
+        signal.signal(number, lambda _number, _frame: os.kill(keeper, signal.SIGTERM))
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher sends a word instead
+    _, status = os.waitpid(keeper, 0)
+    kill_descendants()  # those of a keeper that was killed
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+    if path:
+        with suppress(OSError):  # unless the launcher has exited
+            with open(f"{path}.new", "w") as file:
+                file.write(str(code))
+            os.replace(f"{path}.new", f"{path}.code")
     return code
 
 

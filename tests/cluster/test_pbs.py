@@ -62,9 +62,10 @@ def test_a_node_that_fails_is_named_and_ends_the_job(qsub, cluster, repo, tmp_pa
 
 STAYS = """
 import os, time
-line = f"attempt {os.environ['ATTEMPT']} rank {os.environ['RANK']}\\n"
+attempt = os.environ["ATTEMPT_ID"].rpartition(".")[2]
+line = f"attempt {attempt} rank {os.environ['RANK']}\\n"
 os.write(1, line.encode())  # at once: print() would mix the words of both ranks
-time.sleep(1000 if os.environ["ATTEMPT"] == "1" else 0)
+time.sleep(1000 if attempt == "1" else 0)
 """
 
 

@@ -358,7 +358,7 @@ def test_a_fault_on_one_node_is_reported_and_stops_all_nodes(
     hosts = broken["hosts"] if launcher == AUTO else [",".join(broken["hosts"])]
     words = [launcher, CONFIG, "2", *hosts, *options, f"--checkpoint-dir={tmp_path / 'run'}"]
     failure = tmp_path / "failure.json"  # for supervise.py
-    env = {**broken["env"], "FAILURE_FILE": str(failure), "ATTEMPT": "1"}
+    env = {**broken["env"], "FAILURE_FILE": str(failure), "STOP_FILE": "/nowhere/stop"}
     exit_code, text = cluster.on("login", *words, cwd=repo, **env)
     assert exit_code == code, text
     facts = json.loads(failure.read_text())
@@ -382,7 +382,7 @@ def test_a_spare_takes_the_place_of_a_host_that_cannot_be_reached(
     words += ["--stop-at-step=1", f"--checkpoint-dir={run}"]
     code, text = cluster.on("login", *words, cwd=repo, NNODES="2")
     assert code == 0 and "Stopped at step 1 of " in text, text
-    sentence = f"{lost} left out: ssh cannot connect; a spare node takes its place"
+    sentence = f"{lost} left out: ssh cannot connect; training on node01, node02"
     assert text.count(f"launch.py: {sentence}\n") == 1
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
     ranks = re.findall(r"(?m)^(?:\S+: )?guard.py: ranks? (\d) on (\S+)$", text)
@@ -418,7 +418,7 @@ def test_a_node_that_starts_after_its_launcher_has_exited_exits_at_once(cluster,
 
 
 @pytest.mark.parametrize(
-    ("ending", "env"), [("echo end; sleep 60", {}), ("true", {"ATTEMPT": "1"})]
+    ("ending", "env"), [("echo end; sleep 60", {}), ("true", {"STOP_FILE": "/nowhere/stop"})]
 )
 def test_processes_that_a_command_leaves_behind_are_killed_soon(
     cluster, repo, tmp_path, ending, env
