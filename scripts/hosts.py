@@ -112,17 +112,6 @@ def choose_master(env, hosts):
     return master, str(port)
 
 
-def missing_hosts(hosts, peers):
-    """Which hosts are not among the peers of the first; [] if that cannot be said.
-
-    peers: IP addresses, which may be others than those of the names.
-    """
-    addresses = {host: addresses_of(host) for host in hosts}
-    if peers - set().union(*addresses.values()):
-        return []
-    return [host for host in hosts[1:] if not addresses[host] & peers]
-
-
 def addresses_of(host):
     """Its IP addresses, as this host knows them."""
     with suppress(OSError, UnicodeError):
@@ -137,14 +126,14 @@ def peers_of(port):
         with suppress(OSError):
             for line in Path(file).read_text().splitlines()[1:]:
                 local, remote, state = line.split()[1:4]
-                own, number = local.split(":")
+                address, number = local.split(":")
                 peer = remote.split(":")[0]
-                if int(number, 16) == port and state == ESTABLISHED and peer != own:
-                    found.add(address_of(peer))
+                if int(number, 16) == port and state == ESTABLISHED and peer != address:
+                    found.add(address_from(peer))
     return found
 
 
-def address_of(text):
+def address_from(text):
     """/proc/net/tcp writes each 4 bytes of an address as a number of this machine."""
     numbers = [int(text[begin : begin + 8], 16) for begin in range(0, len(text), 8)]
     address = ipaddress.ip_address(struct.pack(f"={len(numbers)}I", *numbers))

@@ -36,10 +36,6 @@ def alive():
     return parents
 
 
-def children_of(parent):
-    return [process for process, its_parent in alive().items() if its_parent == parent]
-
-
 def descendants():
     """Those of this process."""
     parents = alive()
@@ -65,6 +61,16 @@ def kill_descendants(numbers=(signal.SIGTERM, signal.SIGKILL)):
                     os.kill(process, number)
             asked.update(found)
             time.sleep(0.05)
+
+
+def ranks_of_torchrun():
+    """Those among the descendants, not their helpers: torchrun is the parent of a rank."""
+    parents = {}
+    for process in descendants():
+        with suppress(OSError):  # it has just ended
+            if "TORCHELASTIC_RUN_ID" in variables_of(process):
+                parents[process] = parent_of(process)
+    return [process for process, parent in parents.items() if parent not in parents]
 
 
 def variables_of(process):

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained model: creates a virtual environment, installs requirements.txt,
-# trains SimpleConvNet on handwritten digits on all GPUs (or with 2 CPU processes), and plots the metrics.
+# trains SimpleConvNet on handwritten digits on all GPUs (or with 2 CPU processes), and plots the metrics
+# in runs/quickstart.
 # A second run reuses the environment and resumes the training.
 #
 # Usage: scripts/quickstart.sh [--install-only] [options of train_distributed.py]
@@ -8,7 +9,6 @@
 # Environment:
 #   PYTHON          Python 3.10 or newer, for the environment [python3]
 #   VENV            the virtual environment                   [.venv]
-#   RUN_DIR         the run directory                         [runs/quickstart]
 #   NPROC_PER_NODE  number of processes                       [number of GPUs, or 2 without GPUs]
 #   TORCH_INDEX     where PyTorch comes from: a URL, or cpu, cu126 ... of download.pytorch.org  []
 #
@@ -16,14 +16,13 @@
 #   scripts/quickstart.sh
 #   scripts/quickstart.sh --epochs 10
 #   TORCH_INDEX=cpu scripts/quickstart.sh
-#   RUN_DIR=runs/adamw scripts/quickstart.sh --optimizer adamw --lr 0.001
+#   scripts/quickstart.sh --checkpoint-dir runs/adamw --optimizer adamw --lr 0.001
 
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 PYTHON="${PYTHON:-python3}"
 VENV="${VENV:-.venv}"
-RUN_DIR="${RUN_DIR:-runs/quickstart}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-}"
 TORCH_INDEX="${TORCH_INDEX:-}"
 
@@ -59,17 +58,18 @@ torchvision.ops.nms(torch.eye(4), torch.ones(4), 0.5)' || # a pair that does not
   fi
 }
 
+# train OPTIONS...: sets `run`, the run directory.
 train() {
-  local options=(--checkpoint-dir "$RUN_DIR" "$@")
+  local options=(--checkpoint-dir runs/quickstart "$@")
   # Check the options here: torchrun would add 40 lines to the error message.
-  "$VENV/bin/python" -c '
+  run="$("$VENV/bin/python" -c '
 import sys, train_distributed as trainer
 sys.argv[0] = "quickstart.sh"
 try:
-    trainer.parse_config(sys.argv[1:])
+    print(trainer.parse_config(sys.argv[1:]).checkpoint_dir)
 except trainer.UserError as error:
     print(f"quickstart.sh: error: {error}", file=sys.stderr)
-    sys.exit(2)' "${options[@]}" || exit 2
+    sys.exit(2)' "${options[@]}")" || exit 2
   if [[ -z "$NPROC_PER_NODE" ]]; then
     NPROC_PER_NODE="$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count() or 2)')"
   fi
@@ -85,10 +85,10 @@ main() {
     exit
   fi
   train "$@"
-  "$VENV/bin/python" scripts/plot_metrics.py "$RUN_DIR"
+  "$VENV/bin/python" scripts/plot_metrics.py "$run"
   cat <<END
 
-Your model: $RUN_DIR/best.pt   Its metrics: $RUN_DIR/metrics.jsonl, metrics.png
+Your model: $run/best.pt   Its metrics: $run/metrics.jsonl, metrics.png
 Next:
   scripts/quickstart.sh --epochs 10              continue the same run
   source $VENV/bin/activate

@@ -12,7 +12,8 @@ The output is also written to the file LOG. FAILURE_FILE (see report.py) says wh
 and which host's torchrun has not come to the rendezvous within RANK_TIMEOUT. Without supervise.py,
 the reason is printed again at the end, below the 40 lines of torchrun.
 Exit code: that of COMMAND; 128 + N if signal N killed it, or if the ranks did not exit with 0 after
-it; without supervise.py, STOPPED_EXIT_CODE [0] if the training was stopped before its end.
+it; 2 after a user error; without supervise.py, STOPPED_EXIT_CODE [0] if the training was stopped
+before its end.
 Needs only Python 3.8.
 """
 
@@ -32,8 +33,8 @@ from pathlib import Path
 
 import memory
 import node_check
-from hosts import hosts_of_job, missing_hosts, peers_of
-from processes import children_of, end_with_parent, variables_of
+from hosts import addresses_of, hosts_of_job, peers_of
+from processes import end_with_parent, ranks_of_torchrun, variables_of
 from report import HOST, say, seconds, stop_signal, whole_number, write_failure, write_stop
 
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -52,6 +53,7 @@ def main() -> int:
     torchrun = Torchrun()
     log, *command = sys.argv[1:]
     rendezvous = Rendezvous(command)
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # see ranks_of_torchrun()
     stopped_code = whole_number(
         "STOPPED_EXIT_CODE", os.environ.get("STOPPED_EXIT_CODE") or 0, 0, 255
     )
@@ -70,13 +72,15 @@ def main() -> int:
         ignore_signals()
         if code != 0:
             report_killed_rank(log, memory.oom_kills() > kills, torchrun.stopped_by)
-            if torchrun.stopped_by and not os.path.exists(os.environ["FAILURE_FILE"]):
+            failure = read_json("FAILURE_FILE")
+            if failure.get("cause") == "configuration":
+                code = 2
+            elif torchrun.stopped_by and not failure:
                 code = -torchrun.stopped_by
-        if not is_supervised:  # else supervise.py does so
-            if code != 0:
-                repeat_reason()
-            elif was_stopped(torchrun.stopped_by):
-                code = stopped_code
+            if failure and not is_supervised:  # else supervise.py does so
+                repeat_reason(failure)
+        elif not is_supervised and was_stopped(torchrun.stopped_by):
+            code = stopped_code
     end_tee(tee)
     return code if code >= 0 else 128 - code
 
@@ -109,7 +113,7 @@ class Torchrun:
             time.sleep(POLL_SECONDS)
             if self.stopped_by:  # maybe before there were ranks
                 self.stop_ranks()
-            elif rendezvous.is_due() and not self.ranks() and rendezvous.has_failed():
+            elif rendezvous.has_failed():
                 self.process.kill()
             code = self.process.poll()
         for rank in self.stopped_ranks:
@@ -118,7 +122,7 @@ class Torchrun:
         return code
 
     def on_quit(self, number: int, _frame) -> None:
-        for rank in self.ranks():
+        for rank in ranks_of_torchrun():
             with suppress(OSError):  # it has just ended
                 write(f"the stacks of rank {variables_of(rank).get('RANK')} on {HOST}:\n")
                 send(number, [rank])
@@ -127,7 +131,7 @@ class Torchrun:
     def on_stop(self, number: int, _frame) -> None:
         if self.stopped_by:
             if number == signal.SIGINT and self.process:
-                send(signal.SIGKILL, [*self.ranks(), self.torchrun(), self.process.pid])
+                send(signal.SIGKILL, [*ranks_of_torchrun(), -self.process.pid])
             return
         self.stopped_by = number
         if self.process:
@@ -138,20 +142,11 @@ class Torchrun:
 
     def stop_ranks(self) -> None:
         """Signal those that have not been. Without any, there is nothing to save."""
-        ranks = [rank for rank in self.ranks() if rank not in self.stopped_ranks]
+        ranks = [rank for rank in ranks_of_torchrun() if rank not in self.stopped_ranks]
         self.stopped_ranks += ranks
         send(self.stop_signal, ranks)
         if not self.stopped_ranks:
             self.process.terminate()  # if it starts ranks at this moment, it ends them
-
-    def ranks(self) -> list[int]:
-        """Each is the leader of a session of its own."""
-        return children_of(self.torchrun()) if self.process else []
-
-    def torchrun(self) -> int:
-        """In a container, it is the child of Apptainer."""
-        inner = children_of(self.process.pid) if os.environ.get("APPTAINER_IMAGE") else []
-        return inner[0] if inner else self.process.pid
 
 
 class Rendezvous:
@@ -161,38 +156,43 @@ class Rendezvous:
         options = dict(zip(command, command[1:]))
         self.nodes = int(options.get("--nnodes", "1"))
         self.is_first = options.get("--node-rank") == "0"
-        self.address = (options.get("--master-addr"), int(options.get("--master-port", "0")))
+        self.master = options.get("--master-addr")
+        self.port = int(options.get("--master-port", "0"))
         self.timeout = seconds("RANK_TIMEOUT", 300)
         self.deadline = time.monotonic() + self.timeout
         if not self.is_first:
             self.deadline += GRACE_SECONDS
 
-    def is_due(self) -> bool:
-        """Whether it should be over. True only once."""
+    def has_failed(self) -> bool:
+        """Whether hosts have not come in time, which it reports. True at most once."""
         if self.nodes == 1 or time.monotonic() < self.deadline:
             return False
         self.deadline = float("inf")
-        return True
-
-    def has_failed(self) -> bool:
-        """Report the hosts that have not come, unless another host does."""
-        host, port = self.address
+        if ranks_of_torchrun():
+            return False
         if self.is_first:
-            peers = peers_of(port)
-            hosts = missing_hosts(hosts_of_job(os.environ)[: self.nodes], peers)
-            connected = ", ".join(sorted(peers)) or "none"
-            who = ", ".join(hosts) or f"some of {self.nodes} hosts (connected: {connected})"
+            missing, who = self.missing()
         else:
             with suppress(OSError):
-                socket.create_connection(self.address, GRACE_SECONDS).close()
-                return False  # the first host waits, too
-            hosts = [host]
-            who = f"the first host, {host} port {port},"
+                socket.create_connection((self.master, self.port), GRACE_SECONDS).close()
+                return False  # the first host waits, too, and says for whom
+            missing = [self.master]
+            who = f"the first host, {self.master} port {self.port},"
         limit = f"{self.timeout:.0f} s (RANK_TIMEOUT)"
         reason = f"torchrun of {who} did not start within {limit}: see the log there"
         say(f"cluster_train.sh: error: {HOST}: {reason}")
-        write_failure("node lost", reason, None, hosts=hosts)
+        write_failure("node lost", reason, hosts=missing)
         return True
+
+    def missing(self) -> tuple[list[str], str]:
+        """The hosts that have not connected to the first, if they can be named; a text for them."""
+        peers = peers_of(self.port)
+        count = self.nodes - 1 - len(peers)
+        others = hosts_of_job(os.environ)[1 : self.nodes]
+        missing = [host for host in others if not addresses_of(host) & peers]
+        if len(missing) != count:  # the names have other addresses
+            return [], f"{count} of {self.nodes} hosts"
+        return missing, ", ".join(missing)
 
 
 def before_torchrun() -> None:
@@ -273,12 +273,9 @@ def killed_rank(log: str, now: float) -> dict:
     return {"rank": int(found["rank"]), "signal": int(found["signal"]), "time": died}
 
 
-def repeat_reason() -> None:
-    """Print the reason in FAILURE_FILE, if there is one."""
-    failure = read_json("FAILURE_FILE")
-    if failure:
-        rank = f"rank {failure['rank']} on " if "rank" in failure else ""
-        say(f"cluster_train.sh: error: {rank}{failure['host']}: {failure['reason']}")
+def repeat_reason(failure: dict) -> None:
+    rank = f"rank {failure['rank']} on " if "rank" in failure else ""
+    say(f"cluster_train.sh: error: {rank}{failure['host']}: {failure['reason']}")
 
 
 def was_stopped(stopped_by: int) -> bool:

@@ -37,7 +37,7 @@ ON_EVENT, a shell command, is run after each attempt, once it is known what foll
 line of the attempt log on its standard input, with run_dir. It may take 10 s. The training does not
 see ON_EVENT.
 With NNODES, the other nodes of the job are spares. Under ssh and PBS, launch.py finds the hosts to
-leave out in EXCLUDED_NODES, and writes to NODES_FILE, as JSON, the hosts given and those used.
+leave out in EXCLUDED_NODES, and writes the event `hosts`: those given and those used.
 Exit code: 0 finished or requeued; STOPPED_EXIT_CODE stopped before the end (1 if it is 0 and Slurm
 has not requeued the job); 1 gave up, or did not stop in time; 2 user error.
 
@@ -96,7 +96,7 @@ USER_ERRORS = ("configuration", "NaN")
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 # Variables with the names of files, by which supervise.py and the training communicate.
-FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE NODES_FILE".split()
+FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE".split()
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
 ON_EVENT = 'trap "" INT TERM HUP USR1 USR2; eval "$ON_EVENT"'  # a requeue sends SIGTERM
@@ -433,7 +433,8 @@ class Supervisor:
 
     def used_hosts(self):
         """Those of this attempt, as launch.py or this file has chosen them."""
-        chosen = read_json(self.files / "NODES_FILE")
+        events = parse_lines(lines_of(self.files / "EVENTS_FILE"))
+        chosen = next((event for event in events if event.get("event") == "hosts"), {})
         self.given = chosen.get("given") or self.given
         return chosen.get("used") or self.nodes or [HOST]
 

@@ -26,9 +26,9 @@ def run(*command, **env) -> subprocess.CompletedProcess:
 @pytest.mark.long  # .ci/run begins with it anyway
 def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
     # Use a proxy that does not exist: it must work without a network.
-    env = {"VENV": sys.prefix, "RUN_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:9"}
-    quickstart = REPO / "scripts/quickstart.sh"
-    first = run(quickstart, "--epochs=1", **env)
+    env = {"VENV": sys.prefix, "https_proxy": "http://127.0.0.1:9"}
+    quickstart, run_dir = REPO / "scripts/quickstart.sh", f"--checkpoint-dir={tmp_path}"
+    first = run(quickstart, run_dir, "--epochs=1", **env)
     assert first.returncode == 0, first.stderr
     assert "Starting distributed training on 2 x cpu (2 per node)" in first.stdout
     accuracy = float(re.search(r"test_accuracy ([\d.]+)", first.stdout)[1])
@@ -36,7 +36,7 @@ def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
     assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "best.pt").exists() and (tmp_path / "metrics.jsonl").exists()
     assert "Next:\n" in first.stdout
-    again = run(quickstart, "--epochs=1", **env)
+    again = run(quickstart, run_dir, "--epochs=1", **env)
     assert again.returncode == 0 and " at step 47, to step 47 of 47" in again.stdout
     assert "Installing" not in again.stdout
     typo = run(quickstart, "--epohcs=1", **env)

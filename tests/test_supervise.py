@@ -688,8 +688,9 @@ LAUNCHER = """
 import json, os, sys
 env = os.environ
 failures = json.loads(sys.argv[1])
-with open(env["NODES_FILE"], "w") as file:
-    json.dump({"given": ["n1.site", "n2.site", "n3.site"], "used": ["n1.site", "n2.site"]}, file)
+hosts = {"given": ["n1.site", "n2.site", "n3.site"], "used": ["n1.site", "n2.site"]}
+with open(env["EVENTS_FILE"], "w") as file:
+    json.dump({"event": "hosts", **hosts}, file)
 number = int(env["ATTEMPT"])
 print("attempt", number, "without", env.get("EXCLUDED_NODES"), flush=True)
 if number > len(failures):

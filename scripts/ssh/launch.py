@@ -10,7 +10,6 @@ and it starts pbsdsh instead. SIGQUIT (Ctrl-\\) makes all ranks print their stac
 Exit code: that of the first node that failed (255: ssh); 2 user error; 130 after a second Ctrl-C.
 """
 
-import json
 import math
 import os
 import shlex
@@ -27,7 +26,7 @@ from node import END_SECONDS, exit_code, request
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # scripts/
 from hosts import choose_hosts, choose_master  # noqa: E402
-from report import whole_number, write_failure  # noqa: E402
+from report import say, whole_number, write_event, write_failure  # noqa: E402
 
 # After `end`, the launcher exits without waiting for its nodes this many seconds later.
 EXIT_SECONDS = END_SECONDS + 10
@@ -100,13 +99,13 @@ def main():
             fail(f"{program} is not installed here")
 
     try:
-        hosts = choose(given, way)
+        hosts = choose_hosts(given, os.environ)
         os.environ.setdefault("ATTEMPT_ID", f"{socket.gethostname()}:{os.getpid()}.1")
         master, port = choose_master(os.environ, hosts)
     except ValueError as error:
         fail(error)
     os.environ["HOST_LIST"] = " ".join(hosts)
-    write_nodes(given, hosts)
+    write_event("hosts", f"training on {', '.join(hosts)}", given=given, used=hosts)
     signals = record_signals()
     nodes = []
     for rank, host in enumerate(hosts):
@@ -143,19 +142,6 @@ class Ssh:
     def connect(self, host, rank):
         words = ["bash", "-c", CONNECT, "connect", host, rank, self.directory]
         return [*words, *SSH, host, "exec bash -s"]
-
-    def lost(self, hosts):
-        """Those to which ssh cannot connect."""
-        probes = {}
-        for rank, host in enumerate(hosts):
-            if rank and rank % HOSTS_PER_SECOND == 0:
-                time.sleep(1)
-            probes[host] = subprocess.Popen(
-                ["timeout", "--foreground", "30", *SSH, host, "exec true"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        return [host for host, probe in probes.items() if probe.wait() in (124, 255)]
 
     def is_over(self):
         """Whether the scheduler has ended the job."""
@@ -199,9 +185,6 @@ class Pbs:
             connect = ["bash", "-c", CONNECT_PBS, "connect", str(slot), str(rank), self.directory]
             node.starter = start([*connect, script])
 
-    def lost(self, _hosts):
-        return []
-
     def is_over(self):
         return os.getppid() != self.parent  # PBS kills supervise.py at the end
 
@@ -229,32 +212,7 @@ def start(command, stdin=subprocess.DEVNULL, stdout=None):
     return subprocess.Popen(command, stdin=stdin, stdout=stdout, start_new_session=True)
 
 
-# ---- the hosts, and what runs there
-
-
-def choose(given, way):
-    """The hosts to train on. With NNODES, some may be spared: the first that answer."""
-    env = os.environ
-    hosts = choose_hosts(given, env)
-    if env.get("NNODES") in (None, "", str(len(given))):
-        return hosts
-    lost = way.lost(given)
-    left_out = [env.get("EXCLUDED_NODES", ""), *lost]
-    try:
-        reached = choose_hosts(given, {**env, "EXCLUDED_NODES": ",".join(left_out)})
-    except ValueError:  # too few
-        return hosts  # its error names one that is lost
-    if reached != hosts:
-        say(f"{', '.join(lost)} left out: ssh cannot connect; training on {', '.join(reached)}")
-    return reached
-
-
-def write_nodes(given, used):
-    """For supervise.py."""
-    file = os.environ.get("NODES_FILE")
-    if file:
-        with suppress(OSError), open(file, "w") as nodes:
-            json.dump({"given": given, "used": used}, nodes)
+# ---- what runs on the hosts
 
 
 class Node:
@@ -314,7 +272,7 @@ def run(nodes, way, signals):
             elif not is_stopping:
                 is_stopping = True
                 word += "stop\n"
-                say("stopping: all ranks save and exit; press Ctrl-C again to kill them")
+                say("launch.py: stopping: all ranks save and exit; press Ctrl-C again to kill them")
             elif number == signal.SIGINT:
                 killed = True
         killed = killed or way.is_over()
@@ -329,10 +287,12 @@ def run(nodes, way, signals):
         return max(codes)
     report_hosts(nodes, codes)
     host, code = failed
-    say(f"error: {host} failed (exit code {code}), so all nodes were stopped")
+    say(f"launch.py: error: {host} failed (exit code {code}), so all nodes were stopped")
     if way.has_logs:
-        name = f"node_{host}_{os.path.basename(way.directory)}.log"
-        show_end(os.path.join(os.environ.get("LOG_DIR") or "logs", name))
+        log = f"node_{host}_{os.path.basename(way.directory)}.log"
+        path = os.path.join(os.environ.get("LOG_DIR") or "logs", log)
+        say(f"launch.py: the end of {path}:")
+        subprocess.run(["tail", "-n", "15", path], stdout=sys.stderr)
     return code
 
 
@@ -360,21 +320,9 @@ def record_signals():
     return signals
 
 
-def show_end(path):
-    tail = subprocess.run(["tail", "-c", "4000", path], stdout=subprocess.PIPE)
-    lines = tail.stdout.decode(errors="replace").splitlines()[-15:]
-    text = "\n  ".join(lines)
-    say(f"the end of {path}:\n  {text}")
-
-
 def fail(text):
-    say(f"error: {text}")
+    say(f"launch.py: error: {text}")
     sys.exit(2)
-
-
-def say(text):
-    with suppress(OSError):  # the terminal was closed
-        print(f"launch.py: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
