@@ -73,7 +73,7 @@ def main() -> int:
         if code != 0:
             report_killed_rank(log, memory.oom_kills() > kills, torchrun.stopped_by)
             failure = read_json("FAILURE_FILE")
-            if failure.get("cause") == "configuration":
+            if failure.get("cause") == "configuration" and failure.get("host") == HOST:
                 code = 2
             elif torchrun.stopped_by and not failure:
                 code = -torchrun.stopped_by
