@@ -62,37 +62,23 @@ def test_a_machine_without_the_gpus_that_were_asked_for_is_one_warning(tmp_path,
         assert run.out[0].count("WARNING: PyTorch finds no GPU") == warnings
 
 
-def test_plain_python_in_a_batch_shell_is_a_single_process(tmp_path, tiny):
-    run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=1", env=BATCH_SHELL)
-    assert "Starting distributed training on 1 x cpu (1 per node)\n" in run.out[0]
-
-
-@pytest.fixture
-def four_gpus(monkeypatch) -> list:
-    """Stand-ins for GPUs, and for what uses them. Returns the calls."""
-    try:
-        torch.device(0)
-    except RuntimeError:
-        pytest.skip("without a GPU, this PyTorch refuses to name its device")
+@pytest.mark.parametrize(("local_rank", "gpu"), [(1, 1), (5, 1)])
+def test_a_rank_uses_the_gpu_of_its_local_rank(monkeypatch, local_rank, gpu):
+    """With stand-ins for four GPUs, and for what uses them."""
     calls: list = []
+
+    def init_process_group(backend, timeout, device_id):
+        calls.append((backend, device_id))
+
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     monkeypatch.setattr("torch.accelerator.set_device_index", calls.append)
-    monkeypatch.setattr(
-        "torch.distributed.init_process_group",
-        lambda backend, timeout, device_id: calls.append((backend, device_id)),
-    )
+    monkeypatch.setattr("torch.distributed.init_process_group", init_process_group)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 5)
-    for name, value in (RANK_OF_TORCHRUN | MASTER).items():
+    for name, value in (RANK_OF_TORCHRUN | MASTER | {"LOCAL_RANK": str(local_rank)}).items():
         monkeypatch.setenv(name, value)
-    return calls
-
-
-@pytest.mark.parametrize(("local_rank", "gpu"), [(1, 1), (5, 1)])
-def test_a_rank_uses_the_gpu_of_its_local_rank(four_gpus, monkeypatch, local_rank, gpu):
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     device = setup_distributed(parse_config([])).device
     assert device == torch.device("cuda", gpu)
-    assert four_gpus == [gpu, ("nccl", device)]
+    assert calls == [gpu, ("nccl", device)]
 
 
 def test_importing_the_trainer_changes_nothing(tmp_path):
@@ -158,18 +144,17 @@ for _ in range(2500):
     if child == 0:
         os._exit(0)
     deadline = time.time() + 5
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.time() > deadline:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            hangs += 1
-            break
+    while os.waitpid(child, os.WNOHANG)[0] == 0 and time.time() < deadline:
         time.sleep(0.0005)
+    if time.time() >= deadline:
+        os.kill(child, 9)
+        hangs += 1
 print(hangs, "hangs", flush=True)
 os._exit(hangs > 3)
 """
 
 
+@pytest.mark.long
 def test_children_that_are_forked_while_threads_enter_python_do_not_hang(tmp_path):
     """Without the remedy, about 12 of 2,500 do with Python before 3.10.15, or an early 3.11. It
     leaves a window of microseconds: none or one of them."""
