@@ -36,9 +36,9 @@ TESTS = {  # file: words in the names of its tests
 
 
 def find_python(version: str) -> str | None:
-    """python3.10 on the PATH, or pyenv's."""
+    """pyenv's, whose shims may not work, or python3.10 on the PATH."""
     found = sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))
-    return shutil.which(f"python{version}") or (found[-1] if found else None)
+    return found[-1] if found else shutil.which(f"python{version}")
 
 
 def packages(pytorch: str) -> list[str]:
@@ -86,9 +86,7 @@ def main() -> None:
             subprocess.run([python, "-c", ask], check=True)
             results[word] = "passed" if run_tests(python) else "failed"
         else:
-            results[word] = (
-                f"there is no Python {version}, or it is not one of {', '.join(PYTORCH)}"
-            )
+            results[word] = f"not installed, or none of {', '.join(PYTORCH)}"
     for word, result in results.items():
         print(f"{word}: {result}")
     sys.exit(set(results.values()) != {"passed"})
