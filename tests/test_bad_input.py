@@ -89,8 +89,7 @@ def test_the_global_batch_must_be_micro_batches_for_all_ranks(batch, ranks):
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path, tiny, directory):
     (tmp_path / "file").touch()
     there = directory if "://" in directory else tmp_path / directory
-    message = refuse(there, *tiny, ranks=2)
-    assert "--checkpoint-dir" in message and str(Path(there)) in message
+    assert f"--checkpoint-dir {there} " in refuse(there, *tiny, ranks=2)
 
 
 @pytest.fixture(scope="module")

@@ -144,6 +144,18 @@ def test_a_failed_save_is_a_warning_once_and_an_error_the_second_time(tmp_path, 
     assert {path.suffix for path in run.directory.glob(".*")} == set(), "a temporary file is left"
 
 
+def test_a_full_disk_is_found_before_the_first_step(tmp_path, monkeypatch, capfd):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", fail)
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(trainer.UserError, match="No space left"):
+        trainer.lock_directory(trainer.parse_config([f"--checkpoint-dir={tmp_path}"]))
+    trainer.write_text(tmp_path / "config.yaml", "epochs: 1")  # of less importance
+    assert "WARNING: cannot write" in capfd.readouterr().err
+
+
 RUINED = """
 def model(self, cfg):
     model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))

@@ -1,5 +1,6 @@
 """What a task is told, what it may hand over, and what is refused before the first step."""
 
+import io
 import itertools
 import os
 import re
@@ -199,16 +200,40 @@ REFUSED = {
     ),
     "order": (method("order", "cfg, train_set, epoch, generator", "return [1, 2]"), "Task.order()"),
     "mask": (method("order", "c, t, e, g", "return torch.ones(48) > 0"), "Task.order()"),
-    "elsewhere": (
-        method("optimizer", "c, m", "return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])"),
-        "not in the model",
-    ),
 }
 IN_FILES = """
 def data(self, cfg):
     train_set, test_set = super().data(cfg)
     return torch.utils.data.TensorDataset(*train_set.tensors), test_set
 """
+
+
+def test_parameters_that_no_checkpoint_would_have_are_refused():
+    elsewhere = "return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])"
+    task = task_of(method("optimizer", "cfg, model", elsewhere))
+    with pytest.raises(KeyError):
+        trainer.build_state(task, trainer.parse_config([]), trainer.World())
+
+
+def test_the_optimizer_takes_complex_parameters():
+    model = torch.nn.Linear(2, 1, dtype=torch.complex64)
+    model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
+    trainer.Task().optimizer(trainer.parse_config([]), model).step()
+
+
+def test_lines_reach_an_object_that_is_no_file():
+    """As sys.stdout is in a notebook, or where a test has replaced it."""
+
+    class Cell:
+        text = ""
+
+        def write(self, text):
+            self.text += text
+
+    cell, file = Cell(), io.StringIO()
+    for stream in (cell, file, None):
+        trainer.write_line("a line", stream)
+    assert cell.text == file.getvalue() == "a line\n"
 
 
 @pytest.mark.parametrize(("code", "expected"), REFUSED.values(), ids=REFUSED)
@@ -415,6 +440,20 @@ def test_sparse_gradients_are_trained_on_any_number_of_ranks(tmp_path):
     one, two = (train(tmp_path / str(n), n, *options, **small(SPARSE)).newest() for n in (1, 2))
     for name, weight in one["model"].items():
         torch.testing.assert_close(two["model"][name], weight, atol=2e-6, rtol=0, msg=name)
+
+
+SPARSE_BUFFER = """
+def model(self, cfg):
+    model = super().model(cfg)
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    return model
+"""
+
+
+def test_a_sparse_buffer_is_saved_and_resumed(tmp_path):
+    train(tmp_path / "run", 1, *EPOCHS, "--stop-at-step=2", **small(SPARSE_BUFFER))
+    run = train(tmp_path / "run", 1, *EPOCHS, **small(SPARSE_BUFFER))
+    assert torch.equal(run.newest()["model"]["graph"].to_dense(), torch.eye(4))
 
 
 IN_TURN = """

@@ -47,6 +47,11 @@ def test_options_train_and_resume_bitwise(tmp_path, tiny, plain, options):
         assert first_loss(run) != first_loss(plain)
         assert first_loss(run) == pytest.approx(first_loss(plain), abs=0.05)
         assert {tensor.dtype for tensor in run.newest()["model"].values()} == {torch.float32}
+        of_the_launch = {"nodes", "gpus_per_node"}  # another one may use the options of the run
+        assert not of_the_launch & run.newest()["config"].keys()
+        assert (
+            not of_the_launch & yaml.safe_load((run.directory / "config.yaml").read_text()).keys()
+        )
 
 
 @pytest.mark.long
@@ -179,6 +184,21 @@ def test_tensorboard_and_wandb_offline(tmp_path, tiny):
     assert len(list(run.directory.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
+OUTAGES = {
+    "init": "def init(**_): raise OSError('no server')\nwandb.init = init",
+    "log": "class Run:\n def log(*_): raise OSError('no server')\nwandb.init = lambda **_: Run()",
+}
+
+
+@pytest.mark.parametrize("where", OUTAGES)
+def test_an_outage_of_wandb_is_a_warning(tmp_path, tiny, where):
+    before = f"import wandb\n{OUTAGES[where]}"
+    run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=2", "--wandb", before=before)
+    lines = run.err[0].splitlines()
+    assert all(line.startswith("WARNING: ") and "no server" in line for line in lines) and lines
+    assert len(run.records("train")) == 2 and run.saved() == [2]
+
+
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("epochs: 3\nbatch_size: 16\nlr: 1e-3\namp: off\ncompile: true\nnodes: null\n")
@@ -193,7 +213,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
 
 class Own(Task):
     def add_options(self, parser):
-        parser.add_argument("--width", type=int)
+        parser.add_argument("--width", type=int, required=True)
         parser.add_argument("--sizes", type=int, nargs="+", default=[1])
         parser.add_argument("--fast", action="store_true")
         parser.add_argument("--lr", choices=["low", "high"], default="low")  # another one than ours
@@ -310,11 +330,25 @@ def test_initial_weights_may_be_a_plain_state_dict(tmp_path, prefix):
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     model = train_distributed.Normalized(network, mean=[0.0], std=[1.0])
     weights = {f"{prefix}1.weight": torch.full((2, 64), 0.25), f"{prefix}1.bias": torch.zeros(2)}
-    old = {"epoch": 3, "state_dict": weights}  # as others save it
+    old = {"model": "resnet", "state_dict": weights}  # as others save it
     load_initial(model, weights if prefix else old, tmp_path / "weights.pt")
     assert (network[1].weight == 0.25).all()
     with pytest.raises(UserError, match="other.weight"):
         load_initial(model, {"other.weight": torch.ones(2, 64)}, tmp_path / "other.pt")
+
+
+def test_initial_weights_go_to_what_is_trained_and_not_to_its_average(tmp_path):
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    weights = {name: torch.full_like(value, 3) for name, value in network.state_dict().items()}
+    average = torch.optim.swa_utils.AveragedModel(network).requires_grad_(False)
+    wrapped = train_distributed.Normalized(network, mean=[0.0], std=[1.0])
+    for parts in ({"a": average, "b": network}, {"a": average, "b": wrapped}, {"a": average}):
+        model = torch.nn.ModuleDict(parts)
+        load_initial(model, weights, tmp_path / "weights.pt")
+        filled = average.module if len(parts) == 1 else network
+        assert all((value == 3).all() for value in filled.state_dict().values())
+        for value in model.parameters():
+            value.data.zero_()
 
 
 def test_initial_weights_may_be_safetensors(tmp_path):

@@ -79,7 +79,7 @@ class Accelerators:
                 functions = {function.split()[0] for function in stack}
                 expected += bool(functions & {"batches_of", "_pre_forward", "gather"})
             assert expected == len(places) <= FEW, "\n".join(places)
-            assert self.phases(rank, "wait")["all_reduce"], "nothing was recorded"
+            assert self.phases(rank, "wait")["agree"], "nothing was recorded"
 
 
 BACKWARD = "threads of backward"
