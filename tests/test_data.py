@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import struct
 import tarfile
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import tasks
 import torch
 from harness import assert_same_state, launch, train
-from PIL import Image, PngImagePlugin
+from PIL import Image
 from test_bad_input import only_error
 
 import train_distributed
@@ -68,62 +67,20 @@ def test_pictures_of_16_bits_are_scaled_and_those_of_32_refused(tmp_path):
     for name in ("16.png", "16.tiff"):
         read = np.asarray(read_image(image_file(name, (gray * 65535).astype(np.uint16), tmp_path)))
         assert read.shape == (8, 8, 3) and np.abs(read.astype(int) - expected).max() <= 1
-    (tmp_path / "12.tiff").write_bytes(tiff_of_12_bits())
-    assert (np.asarray(read_image(tmp_path / "12.tiff")) == 128).all()
     for kind in (np.float32, np.int32):
         path = image_file("32.tiff", (gray * 65535).astype(kind), tmp_path)
         with pytest.raises(UserError, match=f"{path} .*convert it to 8 bits"):
             read_image(path)
 
 
-def tiff_of_12_bits() -> bytes:
-    """2 x 2 pixels of 2048, half of what is white."""
-    tags = {256: 2, 257: 2, 258: 12, 259: 1, 262: 1, 273: 122, 277: 1, 278: 2, 279: 6}
-    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    head = b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags))
-    return head + entries + bytes(4) + bytes([128, 8, 0] * 2)
-
-
-def broken_files(tmp_path):
-    """(a file, what PIL raises) of files that others have reported."""
-    rgb = np.zeros((8, 8, 3), np.uint8)
-    text = PngImagePlugin.PngInfo()
-    text.add_text("prompt", "x" * (2 << 20), zip=True)
-    yield image_file("text.png", rgb, tmp_path, pnginfo=text), "ValueError"
-    rational = b"Exif\0\0II*\0\x08\0\0\0\x02\0"  # the tag Software is one
-    rational += b"\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\x31\x01\x05\0\x01\0\0\0\x26\0\0\0\0\0\0\0"
-    rational += b"\x01\0\0\0\x02\0\0\0"
-    yield image_file("exif.jpg", rgb, tmp_path, exif=rational), "AttributeError"
-    chunk = image_file("chunk.png", rgb, tmp_path)
-    chunk.write_bytes(chunk.read_bytes().replace(b"IDAT", b"\1DAT"))
-    yield chunk, "UnidentifiedImageError"
-    yield tmp_path, "IsADirectoryError"
-    (tmp_path / "._1.jpg").write_bytes(b"Mac OS X")
-    yield tmp_path / "._1.jpg", "UnidentifiedImageError"
-
-
-def test_whatever_pil_raises_is_one_sentence_with_the_file(tmp_path):
-    for path, kind in broken_files(tmp_path):
-        with pytest.raises(UserError, match=re.escape(f"cannot read {path} (")) as error:
-            read_image(path)
-        assert re.search(kind, str(error.value)), error.value
-
-
-@pytest.mark.parametrize("link", ["train/b", "train/a/again", "train/a/self"])
-def test_a_directory_that_links_lead_to_twice_is_named(tmp_path, link):
-    """As another class, as a subdirectory, and a loop."""
-    for name in ("train/a", "train/b", "train/c", "val/a", "val/b", "val/c"):
+def test_a_directory_that_links_lead_to_twice_is_named(tmp_path):
+    for name in ("train/a", "train/c", "val/a", "val/c"):
         (tmp_path / name).mkdir(parents=True)
         image_file(f"{name}/1.png", np.zeros((8, 8), np.uint8), tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/1.png").write_bytes((tmp_path / "val/a/1.png").read_bytes())
-    (tmp_path / "train/c/more").symlink_to(tmp_path / "elsewhere")  # once: it counts
+    (tmp_path / "train/c/more").symlink_to(tmp_path / "val/a")  # once: it counts
     train_set, _ = image_folders(tmp_path, 8)
-    assert len(train_set) == 4
-    if link == "train/b":
-        shutil.rmtree(tmp_path / link)
-    target = {"train/b": "a", "train/a/again": "../c", "train/a/self": "."}[link]
-    (tmp_path / link).symlink_to(target)
+    assert len(train_set) == 3
+    (tmp_path / "train/a/again").symlink_to("../c")
     with pytest.raises(UserError, match=f"a link .*{tmp_path}/train/"):
         image_folders(tmp_path, 8)
 
@@ -288,12 +245,12 @@ def test_an_exception_of_the_data_set_keeps_its_traceback(tmp_path):
     assert "train_distributed.py: error: " not in result.err[0]
 
 
-def test_floats_and_bytes_are_normalized_alike_and_gray_becomes_color():
+def test_images_of_any_type_are_normalized_alike_and_gray_becomes_color():
     gray = torch.randint(0, 256, (2, 1, 5, 5), dtype=torch.uint8)
     mean, std = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.3, 0.2, 0.1])
     expected = (gray / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
     layer = Normalized(torch.nn.Identity(), mean.tolist(), std.tolist())
-    for images in (gray, gray / 255):
+    for images in (gray, gray / 255, gray.int(), gray.long()):
         torch.testing.assert_close(layer(images), expected)
     assert layer.state_dict() == {}
 

@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -268,22 +267,6 @@ def train_here(directory: Path, code: str, *options: str) -> dict:
     return newest_in(directory)
 
 
-LISTS = IN_FILES + method(  # as for detection: images of several sizes
-    "loader_options", "", "return {'collate_fn': lambda rows: [list(part) for part in zip(*rows)]}"
-)
-LISTS += method(
-    "loss",
-    "model, batch",
-    "if isinstance(batch[0], list): batch = [torch.stack(part) for part in batch]\n"
-    "return super().loss(model, batch)[0], {'count': len(batch[0])}",
-)
-
-
-def test_a_batch_of_lists_of_tensors_is_as_good_as_one_of_tensors(tmp_path):
-    lists = train_here(tmp_path / "lists", LISTS, "--num-workers=0")
-    assert_same_state(lists, train_here(tmp_path / "usual", "pass"))
-
-
 def test_counts_may_be_weights_below_one_and_a_mean_stays_a_mean(tmp_path):
     for more in ([], ["--reproducible"]):
         weights = []
@@ -520,25 +503,6 @@ def test_a_spec_may_hold_plain_values_and_is_compared(tmp_path, capfd):
     assert "spec" in refuse_here(capfd, tmp_path / "run", *EPOCHS, task=other)
 
 
-SLOW = loss_and("import time\ntime.sleep(self.SECONDS)\nreturn loss, {}")
-
-
-def test_suspended_ranks_do_not_hang(tmp_path):
-    options = [*EPOCHS, "--epochs=1000", "--hang-timeout=3", "--stop-at-step=30"]
-
-    def suspend(processes):
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            os.sched_yield()
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for process in processes:
-                os.kill(process.pid, number)
-            subprocess.run(["sleep", "6"] if number == signal.SIGSTOP else ["true"])
-
-    slow = small(SLOW + "\nSECONDS = 0.05")
-    run = train(tmp_path / "run", 2, *options, during=suspend, **slow)
-    assert run.status()["global_step"] == 30
-
-
 def test_loader_workers_keep_the_users_function_and_our_safeguards(tmp_path):
     class Rows:
         def __len__(self):
@@ -556,11 +520,6 @@ def test_loader_workers_keep_the_users_function_and_our_safeguards(tmp_path):
     parts = [trainer.MicroBatch(1, 0, [0, 1])]
     loader = trainer.get_dataloader(Task(), cfg, trainer.World(), Rows(), parts)
     assert [column.tolist() for column in next(iter(loader))] == [[1, 1], [1, 1]]
-
-
-def test_a_status_file_of_another_host_is_a_warning(tmp_path):
-    run = train(tmp_path / "run", 1, *EPOCHS, env={"STATUS_FILE": f"{tmp_path}/no/file"}, **small())
-    assert "WARNING: cannot write" in run.err[0] and run.status()["state"] == "finished"
 
 
 # What would otherwise depend on an order that Python does not promise, or be None or a tensor.
@@ -613,15 +572,6 @@ def test_report_is_called_on_all_ranks(tmp_path):
     run = train(tmp_path / "run", 2, *EPOCHS, **small(COLLECTIVE))
     for record in run.records("train") + run.records("epoch"):
         assert record["ranks"] == 2
-
-
-@pytest.mark.parametrize("kind", ["uint8", "int32", "int64", "float32"])
-def test_images_of_any_type_are_normalized_alike(kind):
-    gray = torch.randint(0, 256, (2, 1, 5, 5))
-    layer = trainer.Normalized(torch.nn.Identity(), [0.5], [0.25])
-    images = gray.to(getattr(torch, kind)) / (255 if kind == "float32" else 1)
-    images = images.to(getattr(torch, kind))
-    torch.testing.assert_close(layer(images), (gray / 255 - 0.5) / 0.25)
 
 
 def test_each_repetition_of_a_sample_is_augmented_anew():

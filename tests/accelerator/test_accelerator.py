@@ -86,12 +86,12 @@ BACKWARD = "threads of backward"
 
 
 def phase(stack: list[str]) -> str:
-    """The function that train() had called; backward() on a device has threads of its own."""
+    """The function that the loop, or train(), had called; backward() on a device has threads of its own."""
     inner = ""
     for function in stack:
         name, place = function.split()
         if place.startswith("train_distributed.py"):
-            if name == "train":
+            if name in ("train_steps", "train"):
                 return inner
             if name == "main":
                 return "before and after train"
