@@ -6,7 +6,7 @@ Usage: scripts/check_resume.py [OPTION ...] -- COMMAND [ARGUMENT ...]
 COMMAND starts the unchanged script on this machine, such as
 `torchrun --standalone --nproc-per-node 2 train.py --output-dir {dir}`. It runs once without a stop;
 then in another directory, until it is stopped, and again. What differs in the first step that
-differs is printed, or the entries of saved files that differ.
+differs is printed.
 {dir} in COMMAND is the directory of the checkpoints. The working directory has links to all files
 of this one but checkpoints. A run that would write elsewhere is ended before it does.
 
@@ -34,17 +34,12 @@ from pathlib import Path
 import torch
 from check_resume_notes import PLAN, Recorder, read
 from processes import adopt_orphans, kill_descendants
-from report import end_now, format_ranges
+from report import end_now
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-KINDS = {  # what must be equal in each step
-    "rates": "another learning rate",
-    "batch": "another batch",
-    "weights": "other weights",
-    "state": "another optimizer state",
-    "scales": "another scale of GradScaler",
-}
+CHANGES = ("os.remove", "os.rename", "os.truncate", "shutil.rmtree")
+COMPARED = ("learning rates", "batch", "weights", "optimizer state", "saved ")  # facts of notes
 
 
 # --------------------------------------------------------------------------------- in each rank
@@ -71,19 +66,17 @@ class Rehearsal(Recorder):
         if self.steps == last:
             sys.stdout.flush()
             os._exit(0)
-        if self.steps == stop and self.attempt == 1:
+        if self.steps == stop:
             os.kill(os.getpid(), number)
 
-    def on_save(self, _, value, file, *__, **___) -> None:
+    def on_save(self, _, value, *__, **___) -> None:
         super().on_save()
-        if isinstance(value, dict) and isinstance(file, (str, os.PathLike)):
-            entries = {str(key): self.fingerprint(each) for key, each in value.items()}
-            self.write("file", name=os.path.basename(file), entries=entries)
+        if isinstance(value, dict):
+            entries = {f"saved {key}": self.fingerprint(each) for key, each in value.items()}
+            self.write("file", entries)
 
-    def fingerprint(self, value) -> int:
-        """Random states do not count: it shows elsewhere whether they matter."""
-        is_random = isinstance(value, torch.Tensor) and value.dtype == torch.uint8
-        return 0 if is_random else super().fingerprint(value)
+    def note(self, **_) -> dict:
+        return super().note(with_state=True)
 
 
 def protect_files(place: Path) -> None:
@@ -91,41 +84,41 @@ def protect_files(place: Path) -> None:
     caches = [path for name, path in os.environ.items() if path and "_CACHE" in name]
     changeable = (f"{place}/", "/dev/", "/proc/", f"{Path.home()}/.", *caches)
 
-    def refuse_outside(allowed, path) -> None:
-        if isinstance(path, (str, bytes, os.PathLike)):
-            real = os.path.realpath(os.fsdecode(path))
-            if not real.startswith(allowed):
-                end_now(f"it would change {real}: name {{dir}} in COMMAND in its place")
+    def refuse_outside(*values) -> None:
+        for value in values:
+            if isinstance(value, (str, bytes, os.PathLike)):
+                path = os.path.realpath(os.fsdecode(value))
+                if not path.startswith(changeable):
+                    end_now(f"it would change {path}: name {{dir}} in COMMAND in its place")
+
+    def refuse_ranks(*_) -> None:
+        end_now("it starts ranks itself, which cannot be checked: start one rank")
 
     def audit(event: str, arguments: tuple) -> None:
         if event == "open" and arguments[2] & WRITES:
-            refuse_outside(changeable, arguments[0])
-        if event in ("os.remove", "os.rename", "os.truncate", "shutil.rmtree"):
-            refuse_outside(changeable, arguments[0])
-            refuse_outside(changeable, arguments[1])
-
-    def check_arguments(owner, name: str) -> None:
-        function = getattr(owner, name)
-
-        def checked(*args, **kwargs):
-            for each in (*args, *kwargs.values()):
-                refuse_outside(f"{place}/", each)
-            return function(*args, **kwargs)
-
-        setattr(owner, name, checked)
+            refuse_outside(arguments[0])
+        if event in CHANGES:
+            refuse_outside(*arguments)
 
     sys.addaudithook(audit)
-    check_arguments(torch, "save")  # these two are not seen by the hook
+    before(torch, "save", refuse_outside)  # the hook does not see these
     with suppress(ImportError):
         import safetensors
 
-        check_arguments(safetensors, "serialize_file")
-    torch.multiprocessing.spawn = refuse_ranks
-    torch.multiprocessing.start_processes = refuse_ranks
+        before(safetensors, "serialize_file", refuse_outside)
+    before(torch.multiprocessing, "spawn", refuse_ranks)
+    before(torch.multiprocessing, "start_processes", refuse_ranks)
 
 
-def refuse_ranks(*_, **__) -> None:
-    end_now("it starts ranks itself, which cannot be checked: start one rank")
+def before(owner, name: str, check) -> None:
+    """Before each call of owner.name(), call check() with its arguments."""
+    function = getattr(owner, name)
+
+    def checked(*args, **kwargs):
+        check(*args, *kwargs.values())
+        return function(*args, **kwargs)
+
+    setattr(owner, name, checked)
 
 
 # ------------------------------------------------------------------------------------- the runs
@@ -156,34 +149,31 @@ def main() -> int:
 def check(args, place: Path) -> int:
     """Make the three runs, and compare them. Returns the exit code."""
     number = signal.SIGKILL if args.kill else signal.SIGTERM
-    whole = launch(args.command, place / "whole", [args.steps, None, number], 1)
-    last = max(steps_of(whole[0], 1))  # the script may end before
+    whole = launch(args.command, place / "whole", 1, [args.steps, None, number])
+    last = steps_of(whole)[-1]  # the script may end before
     stop = args.stop_at if args.stop_at < last else last // 2 + 1
-    stopped = launch(args.command, place / "stopped", [last, stop, number], 1)
-    if last in steps_of(stopped[0], 1):
+    stopped = launch(args.command, place / "stopped", 1, [last, stop, number])
+    if last in steps_of(stopped):
         give_up(f"it did not stop after step {stop}")
-    stopped = launch(args.command, place / "stopped", [last, None, number], 2)
-    begin = min(steps_of(stopped[0], 2))
-    print(f"check_resume.py: stopped after step {stop}, went on from step {begin} of {last}")
-    found, noise = compare(whole, stopped)
-    first = min((step for step, _ in found if step), default=0)
-    for (step, text), ranks in found.items():
-        if step in (0, first):
-            where = f"step {step} of rank" if step else "rank"
-            print(f"check_resume.py: {where} {format_ranges(ranks)}: {text}")
-    if not found:
-        found = compare_files(whole[0], stopped[0])
-        print(*(f"check_resume.py: {text}\n" for text in found), sep="", end="")
+    resumed = launch(args.command, place / "stopped", 2, [last, None, number])
+    begin = steps_of(resumed)[0]
+    how = f"went on from step {begin} of {last}" if begin else "began again"
+    print(f"check_resume.py: stopped after step {stop}, {how}")
+    findings = [event["text"] for event in read(place / "events") if event["event"] == "resume"]
+    noise, difference = compare(whole, stopped, resumed)
+    findings += difference
+    for text in findings:
+        print(f"check_resume.py: {text}")
     if noise:
-        what = ", ".join(KINDS[kind] for kind in noise)
-        print(f"check_resume.py: not compared, as two runs without a stop have {what}")
-    if not found and not noise:
+        names = ", ".join(sorted(noise))
+        print(f"check_resume.py: not compared, as two runs without a stop differ: {names}")
+    elif not findings:
         print("check_resume.py: equal, bit for bit")
-    return 1 if found else 2 if noise and not begin else 0
+    return 1 if findings else 2 if noise and not begin else 0
 
 
-def launch(command: list[str], place: Path, plan: list, attempt: int) -> list[list[dict]]:
-    """Run it in the directory `place`. Returns the notes of all ranks."""
+def launch(command: list[str], place: Path, attempt: int, plan: list) -> list[dict]:
+    """Run it in the directory `place`. Returns {(event, step): note} of each rank."""
     notes = place.with_suffix(".notes")
     checkpoints = place.with_suffix(".dir")
     if attempt == 1:
@@ -193,21 +183,29 @@ def launch(command: list[str], place: Path, plan: list, attempt: int) -> list[li
             if path.suffix not in (".pt", ".pth", ".ckpt"):
                 (place / path.name).symlink_to(path)
     (notes / PLAN).write_text(json.dumps(plan))
-    env = {**os.environ, "CHECK_RESUME": str(notes), "TMPDIR": str(place.parent)}
-    env.update(PYTHONHASHSEED="0", PYTHONDONTWRITEBYTECODE="1")
+    env = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    files = {"CHECK_RESUME": notes, "TMPDIR": place.parent, "EVENTS_FILE": place.parent / "events"}
+    env.update({name: str(path) for name, path in files.items()})
     words = [word.replace("{dir}", str(checkpoints)) for word in with_guard(command)]
     log = place.with_suffix(".log")
     with log.open("w") as output:
         options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "env": env}
         code = subprocess.call(words, cwd=place, start_new_session=True, **options)
     kill_descendants()
-    files = sorted(notes.glob("rank*.jsonl"), key=lambda file: int(file.stem[4:]))
-    ranks = [read(file) for file in files]
-    steps = steps_of(ranks[0], attempt) if ranks else {}
-    if not steps or (code and not plan[1] and plan[0] not in steps):
+    files = sorted(notes.glob("*.jsonl"), key=lambda file: int(file.name.split(".")[0]))
+    ranks = []
+    for file in files:
+        notes = [note for note in read(file) if note["attempt"] == attempt]
+        ranks.append({(note["event"], note["step"]): note for note in notes})
+    last, stop, _ = plan
+    if not ranks or (code and not stop and last not in steps_of(ranks)):
         print("".join(log.read_text().splitlines(True)[-20:]))
         give_up("COMMAND failed, or made no step of an optimizer that guard.py sees")
     return ranks
+
+
+def steps_of(ranks: list[dict]) -> list[int]:
+    return [step for event, step in ranks[0] if event == "step"]
 
 
 def give_up(text: str) -> None:
@@ -217,76 +215,39 @@ def give_up(text: str) -> None:
 
 def with_guard(command: list[str]) -> list[str]:
     """COMMAND with guard.py before the script; launchers of scripts/ add it themselves."""
-    scripts = [n for n, word in enumerate(command) if word.endswith(".py")]
-    modules = [n for n, word in enumerate(command) if word == "-m"]
-    for begin in (*scripts, *modules[-1:]):
-        guard = [] if Path(command[begin]).name == "guard.py" else [str(GUARD)]
-        return [*command[:begin], *guard, *command[begin:]]
+    for number, word in enumerate(command):
+        if word.endswith(".py"):
+            guard = [] if word.endswith("guard.py") else [str(GUARD)]
+            return [*command[:number], *guard, *command[number:]]
     return command
 
 
 # ----------------------------------------------------------------------------------- comparison
 
 
-def steps_of(notes: list[dict], attempt: int) -> dict[int, dict]:
-    """{steps done before: note}"""
-    steps = [note for note in notes if note["event"] == "step" and note["attempt"] == attempt]
-    return {note["step"]: note for note in steps}
-
-
-def compare(whole: list[list[dict]], stopped: list[list[dict]]) -> tuple[dict, set]:
-    """Returns {(step, what differs): ranks}, and what differs before the stop and is not compared.
-
-    Each has the notes of all ranks. Step 0: what the resumed run has found itself.
+def compare(whole: list, stopped: list, resumed: list) -> tuple[set, list[str]]:
+    """Each: the notes of all ranks. Returns what differs before the stop; and a sentence about the
+    first step at which anything else does.
     """
     noise = set()
-    for one, other in zip(whole, stopped):
-        right = steps_of(one, 1)
-        for step, note in steps_of(other, 1).items():
-            noise.update(kinds_that_differ(note, right[step]))
-    found = {}
-    for rank, (one, other) in enumerate(zip(whole, stopped)):
-        right = steps_of(one, 1)
-        for note in other:
-            if note["event"] == "finding":
-                found.setdefault((0, note["text"]), []).append(rank)
-        for step, note in steps_of(other, 2).items():
-            kinds = [kind for kind in kinds_that_differ(note, right[step]) if kind not in noise]
-            if kinds:
-                text = ", ".join(describe(kind, note, right) for kind in kinds)
-                found.setdefault((step + 1, text), []).append(rank)
-                break
-    return found, noise
+    for rights, notes in zip(whole, stopped):
+        for key, note in notes.items():
+            noise |= names_that_differ(note, rights.get(key, note))
+    found = []
+    for rank, (rights, notes) in enumerate(zip(whole, resumed)):
+        for key, note in notes.items():
+            names = names_that_differ(note, rights.get(key, note)) - noise
+            if names:
+                found.append((note["step"], rank, ", ".join(sorted(names))))
+    if not found:
+        return noise, []
+    step, rank, names = min(found)
+    return noise, [f"rank {rank} differs after step {step}: {names}"]
 
 
-def kinds_that_differ(note: dict, right: dict) -> list[str]:
-    return [kind for kind in KINDS if note[kind] != right[kind]]
-
-
-def describe(kind: str, note: dict, steps: dict[int, dict]) -> str:
-    """steps: those of the run without a stop."""
-    right = steps[note["step"]][kind]
-    same = [step for step in steps if steps[step][kind] == note[kind]]
-    if kind in ("rates", "scales"):
-        return f"{KINDS[kind]} ({note[kind]}, not {right})"
-    return KINDS[kind] + (f" (that of step {same[0] + 1})" if same else "")
-
-
-def compare_files(whole: list[dict], stopped: list[dict]) -> list[str]:
-    """How the first saved file differs of those that both have saved after the same step."""
-    files = {(note["step"], note["name"]): note for note in whole if note["event"] == "file"}
-    noise = set()
-    for note in stopped:
-        other = files.get((note["step"], note.get("name")))
-        if other:
-            entries = note["entries"].items() ^ other["entries"].items()
-            names = {name for name, _ in entries} - noise
-            if note["attempt"] == 1:
-                noise |= names
-            elif names:
-                names = ", ".join(sorted(names))
-                return [f"{note['name']} of step {note['step']} differs in {names}"]
-    return []
+def names_that_differ(note: dict, right: dict) -> set[str]:
+    names = [name for name in note if name.startswith(COMPARED)]
+    return {name for name in names if right.get(name) != note[name]}
 
 
 if __name__ == "__main__":

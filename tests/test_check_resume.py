@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from check_resume_notes import judge_run, judge_samples, judge_start
 from harness import REPO, processes_with, wait_until
 
 # A healthy script; each test replaces some lines. It saves after each ten steps, within a pass.
@@ -51,40 +52,7 @@ while step < 60:
 """
 LOAD = "for name in parts:"
 CRASH = 'if step == 24 and os.environ["ATTEMPT"] == "1":\n            os._exit(1)'
-
-# {what is wrong: (what is said by the attempt after a crash, by check_resume.py, replaced lines)}
-BROKEN = {
-    "nothing is loaded": (
-        "the weights are those of the first start, the optimizer has state for 0 of 4 parameters",
-        "the first start",
-        ("exists(path)", "exists(path + 's')"),
-    ),
-    "the optimizer's state is not loaded": (
-        "the weights are those of step 20, the optimizer has state for 0 of 4 parameters",
-        "another optimizer state",
-        (LOAD, "for name in parts.keys() - {'optimizer'}:"),
-    ),
-    "the schedule begins again": (
-        "the learning rate of step 22 is 0.00749., not 0.00727",
-        "step 22 of rank 0: another learning rate",
-        (LOAD, "for name in parts.keys() - {'schedule'}:"),
-    ),
-    "the data begin again": (
-        "the batch of step 21 is that of step 1",
-        r"another batch \(that of step 1\)",
-        ("order[done * 16 :]", "order"),
-    ),
-    "the order of the data is another": (
-        "samples have been used in this pass before the save",
-        "another batch",
-        ("manual_seed(epoch)", "manual_seed(epoch + 9 * (done > 0))"),
-    ),
-    "the average of the weights begins again": (
-        None,
-        "last.pt of step 30 differs in average",
-        (LOAD, "for name in parts.keys() - {'average'}:"),
-    ),
-}
+BEGIN_AGAIN = ("order[done * 16 :]", "order")
 
 
 def write_script(path: Path, *lines: tuple[str, str]) -> Path:
@@ -128,23 +96,130 @@ def test_a_healthy_script_goes_on(tmp_path):
     assert "equal, bit for bit" in done.stdout
 
 
-def some_are_long(names, quick: set[str]) -> list:
-    """Half a minute each: by default, only those that are named."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in names]
-
-
-@pytest.mark.parametrize("name", some_are_long(BROKEN, {"the data begin again"}))
-def test_what_is_not_restored_is_said(name, tmp_path):
-    passive, active, lines = BROKEN[name]
-    script = write_script(tmp_path / "train.py", lines, ("# END OF A STEP", CRASH))
+def test_data_that_begin_again_are_reported(tmp_path):
+    script = write_script(tmp_path / "train.py", BEGIN_AGAIN, ("# END OF A STEP", CRASH))
     texts = [event["text"] for event in run_attempts(tmp_path, script)]
-    if passive is None:
-        assert texts == []
-    else:
-        assert any(re.search(passive, text) for text in texts), texts
+    assert "the batch of step 21 is that of step 1" in texts[0]
+    done = check(tmp_path, write_script(tmp_path / "train.py", BEGIN_AGAIN))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "rank 0 differs after step 20: batch" in done.stdout
+
+
+@pytest.mark.long
+def test_an_average_that_is_not_restored_is_found_in_a_saved_file(tmp_path):
+    lines = (LOAD, "for name in parts.keys() - {'average'}:")
     done = check(tmp_path, write_script(tmp_path / "train.py", lines))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search(active, done.stdout)
+    assert "rank 0 differs after step 30: saved average" in done.stdout
+
+
+def note(event: str, step: int, **facts) -> dict:
+    """Of a run in which each fact differs from step to step, and passes of 10 steps are shuffled.
+
+    facts: those that differ from this.
+    """
+    right = {"event": event, "attempt": 1, "step": step, "number": step % 10 + 1, "batch": step}
+    right.update(seed=7, loads=0, entries=4 if step else 0)
+    right["learning rates"] = [1 - step / 100]
+    if event == "save" or not step:
+        right.update({"weights": step, "optimizer state": step, "pairs": step})
+    return {**right, **facts}
+
+
+def steps(*numbers: int, **facts) -> list[dict]:
+    return [note("step", number, **facts) for number in numbers]
+
+
+CRASHED = [*steps(0, 1, 2), note("save", 10), *steps(10, 11, 12), note("save", 20), *steps(20, 21)]
+STOPPED = CRASHED[:-2]  # right after the save
+STATE = "optimizer state"
+LOADED = steps(0, 1, 2, loads=1)  # weights of another run
+
+# {what: (notes of the attempt before, what is other in the first step after a start, a pattern)}
+STARTS = {
+    "all is restored": (CRASHED, {}, None),
+    "an older save is": (CRASHED, {"weights": 10, STATE: 10, "pairs": 10}, None),
+    "nothing is saved": (steps(0, 1, 2), {"weights": 0, STATE: 0, "pairs": 0}, None),
+    "nothing is restored": (CRASHED, {"weights": 0, STATE: 0}, "weights are those of step 0"),
+    "nothing is, with other weights": (CRASHED, {"weights": 99, STATE: 0}, "those of no step"),
+    "weights of another run": (LOADED + CRASHED[3:], {"weights": 0, STATE: 0, "loads": 1}, None),
+    "other weights, converted state": (CRASHED, {"weights": 99, STATE: 99}, None),
+    "no weights": (CRASHED, {"weights": 0}, "weights .* step 0, .* state is that of step 20"),
+    "no state": (CRASHED, {STATE: 0, "entries": 0}, "weights .* step 20, .* that of step 0"),
+    "a part of the state": (CRASHED, {STATE: 99, "entries": 3}, "step 20, .* that of no step"),
+    "the state of another save": (CRASHED, {STATE: 10}, "step 20, .* that of step 10"),
+    "another order of the state": (CRASHED, {"pairs": 99}, "in another order"),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_verdicts_on_the_state(name):
+    past, facts, pattern = STARTS[name]
+    first = note("step", 20, **{"weights": 20, STATE: 20, "pairs": 20, **facts})
+    begin, texts = judge_start(past, [], first)
+    if pattern:
+        assert re.search(pattern, *texts)
+    else:
+        assert texts == []
+        assert begin["step"] in (first["weights"], 20)
+
+
+def test_another_rank_with_the_random_state_of_rank_0_is_reported():
+    own = steps(0, 1, 2, seed=8)
+    rank_0 = [*CRASHED]
+    right = {"weights": 20, STATE: 20, "pairs": 20}
+    assert judge_start(own, rank_0, note("step", 20, seed=8, **right))[1] == []
+    assert judge_start(own, rank_0, note("step", 20, seed=7, **right))[1]
+    assert judge_start(steps(0, 1, 2), rank_0, note("step", 20, **right))[1] == []  # all have one
+
+
+def other_batches(*batches: int) -> list[dict]:
+    return [note("step", step, batch=batch) for step, batch in zip((20, 21, 22), batches)]
+
+
+def other_rates(*rates: float) -> list[dict]:
+    return [note("step", step, **{"learning rates": [rate]}) for step, rate in enumerate(rates, 20)]
+
+
+SAME_ORDER = [{**each, "batch": each["step"] % 10} for each in STOPPED]
+
+# {what: (notes before, the first steps after the start, a pattern)}
+RUNS = {
+    "it goes on": (CRASHED, steps(20, 21, 22), None),
+    "it goes on after a stop": (STOPPED, steps(20, 21, 22), None),
+    "other batches": (CRASHED, other_batches(90, 91, 92), None),
+    "the batches of the first steps": (CRASHED, other_batches(0, 1, 2), "step 21 .* of step 1$"),
+    "a batch again": (CRASHED, other_batches(11, 12, 13), "step 21 .* of step 12$"),
+    "the first order, after a stop": (STOPPED, other_batches(0, 1, 2), "step 21 .* of step 1$"),
+    "always the same order": (SAME_ORDER, other_batches(0, 1, 2), None),
+    "always the same batch": ([{**each, "batch": 5} for each in CRASHED], steps(20, 21, 22), None),
+    "the first rate": (CRASHED, other_rates(1, 0.99, 0.98), "step 21 is 1, not 0.8"),
+    "the first rate, after a stop": (STOPPED, other_rates(1, 0.99, 0.98), "step 21 is 1, not 0.8"),
+    "a rate ahead": (CRASHED, other_rates(0.79, 0.78, 0.77), "step 21 is 0.79, not 0.8"),
+    "the second rate": (CRASHED, other_rates(0.8, 0.8, 0.78), "step 22 is 0.8, not 0.79"),
+    "a schedule that steps after a save": (STOPPED, other_rates(0.79, 0.78, 0.77), None),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_verdicts_on_rates_and_batches(name):
+    past, firsts, pattern = RUNS[name]
+    texts = list(judge_run(past, note("save", 20), firsts))
+    assert re.search(pattern, *texts) if pattern else texts == []
+
+
+@pytest.mark.parametrize(
+    "used, new, is_wrong",
+    [
+        (range(300), range(250, 350), True),
+        (range(300), range(300, 400), False),
+        ([], range(100), False),
+        (range(300), [*range(298, 398)], False),  # two equal samples
+        ([*range(300), 5], range(100), False),  # drawn with replacement
+    ],
+)
+def test_verdicts_on_samples(used, new, is_wrong):
+    assert bool(list(judge_samples([*used], [*new]))) == is_wrong
 
 
 SAVES = {
@@ -155,7 +230,11 @@ SAVES = {
 }
 
 
-@pytest.mark.parametrize("name", some_are_long(SAVES, {"torch.save"}))
+def quick_only(name: str, quick: str):
+    return name if name == quick else pytest.param(name, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [quick_only(name, "torch.save") for name in SAVES])
 def test_files_elsewhere_are_not_changed(name, tmp_path):
     if name == "safetensors":
         pytest.importorskip("safetensors", reason="NOT INSTALLED")
