@@ -86,7 +86,7 @@ from processes import (
     end_with_parent,
     handles,
     kill_descendants,
-    variables_of,
+    ranks_of_torchrun,
 )
 from report import stop_signal
 from scheduler import ended_by, log, lost_nodes, output_of, requeue, slurm_id, times_of_job
@@ -367,10 +367,10 @@ class Supervisor:
 
         status = read_status(self.files / "STATUS_FILE")
         self.learn_run_dir(status)
-        hosts = self.used_hosts()
+        events = parse_lines(lines_of(self.files / "EVENTS_FILE"))
+        hosts = self.used_hosts(events)
         of_ranks = "".join(lines_of(self.files / "STOP_FILE")[:1])  # by run_torchrun.py, guard.py
         self.add_requests_of(status, of_ranks)
-        events = parse_lines(lines_of(self.files / "EVENTS_FILE"))[-MAX_EVENTS:]
         failed_gpus = [event.get("host") for event in events if event.get("event") == "gpu_failed"]
         start_step = status["start_step"]
         attempt = begun._replace(
@@ -388,7 +388,7 @@ class Supervisor:
             world_size=status["world_size"],
             restarts=self.restarts,
             end=time.time(),
-            events=events,
+            events=events[-MAX_EVENTS:],
         )
         shutil.rmtree(self.files, ignore_errors=True)
         return attempt._replace(progress=progress(attempt, before))
@@ -431,9 +431,8 @@ class Supervisor:
         nodes = [f"--nodes={len(self.nodes)}", f"--nodelist={','.join(self.nodes)}"]
         return [self.command[0], *nodes, *self.command[1:]]
 
-    def used_hosts(self):
+    def used_hosts(self, events):
         """Those of this attempt, as launch.py or this file has chosen them."""
-        events = parse_lines(lines_of(self.files / "EVENTS_FILE"))
         chosen = next((event for event in events if event.get("event") == "hosts"), {})
         self.given = chosen.get("given") or self.given
         return chosen.get("used") or self.nodes or [HOST]
@@ -701,20 +700,16 @@ def signal_training(child):
     shell, or a `tee`.
     """
     number = stop_signal()
-    parents = alive()
-    below_torchrun = {}  # {process: always ""}
-    programs = {}  # of the processes that handle the signal
-    for process in descendants():
-        with suppress(OSError):  # it has just ended
-            if "TORCHELASTIC_RUN_ID" in variables_of(process):
-                below_torchrun[process] = ""
-            if os.getsid(process) == child and handles(process, number):
-                programs[process] = os.readlink(f"/proc/{process}/exe")
-    for group in (below_torchrun, programs):
-        # without those that another of the group has forked
-        ranks = [p for p, program in group.items() if group.get(parents.get(p)) != program]
-        if ranks:
-            break
+    ranks = ranks_of_torchrun()
+    if not ranks:
+        parents = alive()
+        programs = {}
+        for process in descendants():
+            with suppress(OSError):  # it has just ended
+                if os.getsid(process) == child and handles(process, number):
+                    programs[process] = os.readlink(f"/proc/{process}/exe")
+        # A worker was forked by another of them.
+        ranks = [p for p, program in programs.items() if programs.get(parents.get(p)) != program]
     if not ranks:
         os.killpg(child, number)
     for process in ranks:
