@@ -48,8 +48,8 @@ MEASURED = {  # a benchmark with few rounds: rows of its table
         r"ours, 1 workers \| \d+ \| \d\.\d{3} ",
     ],
     "startup.py --ranks 2 --rounds 1": [r"2 \| [\d.| ]+ \|$"],
-    "recovery.py --ranks=2 --rounds=1 --directory=.": [r"2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$"],
-    "checkpoints.py --saves=2 --directory=.": [r"resnet18, 94 MB \| (\d+ ms \(.*\) \| ){2}\d"],
+    "recovery.py --ranks=2 --rounds=1 --directory=DIRECTORY": [r"2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$"],
+    "checkpoints.py --saves=2 --directory=DIRECTORY": [r"resnet18, 94 MB \| (\d+ ms \(.*\) \| ){2}\d"],
 }
 
 
@@ -57,7 +57,7 @@ MEASURED = {  # a benchmark with few rounds: rows of its table
 @pytest.mark.parametrize("command", MEASURED, ids=lambda command: command.split()[0])
 def test_each_benchmark_prints_its_table_and_leaves_nothing(tmp_path, monkeypatch, command):
     monkeypatch.setenv("OF_THIS_TEST", str(tmp_path))
-    script, *words = command.split()
+    script, *words = command.replace("DIRECTORY", str(tmp_path)).split()
     out = run(tmp_path, script, *words)
     for row in MEASURED[command]:
         assert re.search(rf"(?m)^\| {row}", out), out

@@ -32,8 +32,6 @@ from pages import (
     section,
 )
 
-import train_distributed
-
 # Not those of .venv and .pytest_cache.
 PAGES = sorted(p for p in REPO.rglob("*.md") if "/." not in f"/{p.relative_to(REPO)}")
 # Commands of README.md that do not run here, and why. Those of other pages have tests of their own.
@@ -215,29 +213,23 @@ def test_twelve_lines_make_a_script_resume_after_each_epoch(clone):
 
 
 @pytest.mark.long
-def test_the_listed_images_of_the_guide_and_its_optimizer_with_loaded_weights(clone, images):
-    """Both classes of the page together: the second one inherits from the first."""
+def test_the_listed_images_of_the_guide_and_its_optimizer_train(clone, images):
+    """Both classes of the page in one."""
     python = [text for _, text in blocks((REPO / "docs/MAKE_IT_YOURS.md").read_text())]
     (data,) = [text for text in python if "class ListedImages" in text]
     (methods,) = [text for text in python if "NAdam" in text]
     before, _, after = data.partition('if __name__ == "__main__":')
-    methods = "import torch, torchvision\n\n\n" + methods.replace("(Task)", "(MyTask)")
-    (clone / "my_train.py").write_text(data)
+    methods = "import torch\n\n\n" + methods.replace("(Task)", "(MyTask)")
+    (clone / "my_train.py").write_text(f'{before}{methods}\nif __name__ == "__main__":{after}')
     for part, name in (("train", "train.csv"), ("val", "test.csv")):
         files = sorted(images.glob(f"{part}/*/*"))[:12]
         rows = [f"{file},{number % 2}" for number, file in enumerate(files)]
         (clone / name).write_text("\n".join(rows) + "\n")
-    options = "--batch-size 4 --epochs 1 --log-every-steps 1 --num-workers 1"
     found = commands_of((REPO / "docs/MAKE_IT_YOURS.md").read_text())
     (command,) = [line for line in found if line.endswith("runs/listed")]
-    assert "Stopped at step 1 of 3" in run(f"{command} {options} --stop-at-step 1", clone)
-    (clone / "my_train.py").write_text(f'{before}{methods}\nif __name__ == "__main__":{after}')
-    save = "import torch, torchvision; m = torchvision.models.resnet18();"
-    run(f"python -c '{save} torch.save(m.state_dict(), \"resnet18.pt\")'", clone)
-    out = run(f"python my_train.py --checkpoint-dir runs/weights {options}", clone)
-    assert "Finished at step 3 of 3" in out
-    checkpoint = train_distributed.load_checkpoint(clone / "runs/weights/checkpoint_step_3.pt")
-    assert checkpoint["model"]["network.fc.weight"].shape == (2, 512)
+    command += " --batch-size 4 --epochs 1 --log-every-steps 1 --num-workers 1"
+    assert "Finished at step 3 of 3" in run(command, clone)
+    checkpoint = torch.load(clone / "runs/listed/checkpoint_step_3.pt", weights_only=True)
     assert checkpoint["spec"]["classes"] == ["cat", "dog"]
 
 
