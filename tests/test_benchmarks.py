@@ -48,8 +48,12 @@ MEASURED = {  # a benchmark with few rounds: rows of its table
         r"ours, 1 workers \| \d+ \| \d\.\d{3} ",
     ],
     "startup.py --ranks 2 --rounds 1": [r"2 \| [\d.| ]+ \|$"],
-    "recovery.py --ranks=2 --rounds=1 --directory=DIRECTORY": [r"2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$"],
-    "checkpoints.py --saves=2 --directory=DIRECTORY": [r"resnet18, 94 MB \| (\d+ ms \(.*\) \| ){2}\d"],
+    "recovery.py --ranks=2 --rounds=1 --directory=DIRECTORY": [
+        r"2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$"
+    ],
+    "checkpoints.py --saves=2 --directory=DIRECTORY": [
+        r"resnet18, 94 MB \| (\d+ ms \(.*\) \| ){2}\d"
+    ],
 }
 
 

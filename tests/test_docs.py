@@ -17,8 +17,8 @@ from harness import (
     LONG,
     REPO,
     copy_repository,
-    free_port,
     processes_by_kind,
+    run_ranks,
     wait_until,
     write_program,
 )
@@ -194,21 +194,28 @@ def train_one_epoch(epoch):
 """
 
 
-def test_twelve_lines_make_a_script_resume_after_each_epoch(clone):
+def run_script(directory: Path, ranks: int, *words) -> str:
+    """What a script prints that guard.py runs in this directory; exit codes, if one is not 0."""
+    before = f"import os; os.chdir({str(directory)!r})"
+    done = run_ranks(ranks, REPO / "scripts/guard.py", *words, before=before)
+    return "\n".join([*done.out, *done.err]) + (
+        f"exit codes {done.codes}" if any(done.codes) else ""
+    )
+
+
+def test_twelve_lines_make_a_script_resume_after_each_epoch(tmp_path):
     page = section((REPO / "docs/MAKE_IT_YOURS.md").read_text(), "Your own script")
     (code,) = [text for language, text in blocks(page) if language == "python"]
     lines = textwrap.dedent(code).splitlines()
     assert len(lines) - len(["train_one_epoch(epoch)"]) == 12
-    (clone / "mine.py").write_text(MY_SCRIPT + "\n".join([*lines, 'print("end", first_epoch)\n']))
-    variables = f"RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT={free_port()}"
-    launch = f"{variables} python mine.py"
-    with pytest.raises(AssertionError, match="a crash"):
-        run(f"{launch} 2", clone)
-    assert "end 2" in run(f"{launch} 9", clone)  # goes on where it was
-    resumed = torch.load(clone / "my_checkpoint.pt", weights_only=True)
-    (clone / "my_checkpoint.pt").unlink()
-    assert "end 0" in run(f"{launch} 9", clone)
-    whole = torch.load(clone / "my_checkpoint.pt", weights_only=True)
+    script = tmp_path / "mine.py"
+    script.write_text(MY_SCRIPT + "\n".join([*lines, 'print("end", first_epoch)\n']))
+    assert "a crash" in run_script(tmp_path, 1, script, 2)
+    assert "end 2" in run_script(tmp_path, 1, script, 9)  # goes on where it was
+    resumed = torch.load(tmp_path / "my_checkpoint.pt", weights_only=True)
+    (tmp_path / "my_checkpoint.pt").unlink()
+    assert "end 0" in run_script(tmp_path, 1, script, 9)
+    whole = torch.load(tmp_path / "my_checkpoint.pt", weights_only=True)
     assert torch.equal(resumed["model"]["weight"], whole["model"]["weight"])
 
 
@@ -233,14 +240,14 @@ def test_the_listed_images_of_the_guide_and_its_optimizer_train(clone, images):
     assert checkpoint["spec"]["classes"] == ["cat", "dog"]
 
 
-def test_the_fsdp_recipe_resumes_with_the_same_losses_under_guard(clone):
-    command = "torchrun --standalone --nproc-per-node 2 scripts/guard.py docs/recipes/fsdp.py"
-    printed = run(command, clone)
+def test_the_fsdp_recipe_resumes_with_the_same_losses_under_guard(tmp_path):
+    recipe = REPO / "docs/recipes/fsdp.py"
+    printed = run_script(tmp_path, 2, recipe)
     losses = re.findall("step [34]0: loss .*", printed)
     assert len(losses) == 2 and "WARNING" not in printed, printed
-    shutil.rmtree(clone / "runs/fsdp/40")
-    (clone / "runs/fsdp/30/.metadata").unlink()  # as if it had been killed in this save
-    again = run(command, clone)
+    shutil.rmtree(tmp_path / "runs/fsdp/40")
+    (tmp_path / "runs/fsdp/30/.metadata").unlink()  # as if it had been killed in this save
+    again = run_script(tmp_path, 2, recipe)
     assert re.findall("step .*", again) == losses, again
 
 
