@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 # <linux/prctl.h>
 PR_SET_PDEATHSIG = 1  # the signal to send when the parent process ends
 PR_SET_CHILD_SUBREAPER = 36  # orphans among the descendants become children
@@ -84,6 +85,13 @@ def handles(process, number):
     text = Path(f"/proc/{process}/status").read_text(errors="replace")
     handled = int(re.search(r"SigCgt:\s(\w+)", text)[1], 16)
     return handled >> (number - 1) & 1
+
+
+def for_each_stop(handler):
+    """Set the handler of the signals that ask for a stop; not of SIGHUP under nohup."""
+    for number in STOPS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def prctl(option, value):

@@ -153,6 +153,11 @@ def stop_signal():
     return STOP_SIGNALS[name]
 
 
+def stopped_exit_code():
+    """$STOPPED_EXIT_CODE: that of a training that was stopped before its end."""
+    return whole_number("STOPPED_EXIT_CODE", os.environ.get("STOPPED_EXIT_CODE") or "0", 0, 255)
+
+
 def has_gpu():
     for pattern in ("nvidia[0-9]*", "kfd", "dxg"):
         if any(Path("/dev").glob(pattern)):

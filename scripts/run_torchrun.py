@@ -34,10 +34,17 @@ from pathlib import Path
 import memory
 import node_check
 from hosts import addresses_of, hosts_of_job, peers_of
-from processes import end_with_parent, ranks_of_torchrun, variables_of
-from report import HOST, say, seconds, stop_signal, whole_number, write_failure, write_stop
+from processes import STOPS, end_with_parent, for_each_stop, ranks_of_torchrun, variables_of
+from report import (
+    HOST,
+    say,
+    seconds,
+    stop_signal,
+    stopped_exit_code,
+    write_failure,
+    write_stop,
+)
 
-STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 10  # the first host knows who is missing, so it is the first to say it
 LOG_SECONDS = 5  # for the last lines on a slow terminal
@@ -54,9 +61,7 @@ def main() -> int:
     log, *command = sys.argv[1:]
     rendezvous = Rendezvous(command)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)  # see ranks_of_torchrun()
-    stopped_code = whole_number(
-        "STOPPED_EXIT_CODE", os.environ.get("STOPPED_EXIT_CODE") or 0, 0, 255
-    )
+    stopped_code = stopped_exit_code()
     # Slurm may send these signals to torchrun as well: it would die, or end its ranks.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP")  # not SIGQUIT
     # If SIGTERM also reaches torchrun, it kills its ranks after 30 s: too soon for some saves.
@@ -93,10 +98,7 @@ class Torchrun:
         self.stopped_ranks: list[int] = []  # those that STOP_SIGNAL was sent to
         self.stopped_by = 0  # the first signal received
         self.stop_signal = stop_signal()
-        for number in STOPS:
-            under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
-            if not under_nohup:
-                signal.signal(number, self.on_stop)
+        for_each_stop(self.on_stop)
 
     def run(self, command: list[str], rendezvous: Rendezvous) -> int:
         """Run it until it exits. Returns its exit code, -N if signal N killed it."""

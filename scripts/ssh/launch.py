@@ -26,37 +26,35 @@ from node import END_SECONDS, exit_code, request
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # scripts/
 from hosts import choose_hosts, choose_master  # noqa: E402
-from report import say, whole_number, write_event, write_failure  # noqa: E402
+from processes import for_each_stop  # noqa: E402
+from report import say, stopped_exit_code, write_event, write_failure  # noqa: E402
 
 # After `end`, the launcher exits without waiting for its nodes this many seconds later.
 EXIT_SECONDS = END_SECONDS + 10
 POLL_SECONDS = 0.1
-HOSTS_PER_SECOND = 10  # a jump host may refuse many new connections at once
 # If the connection is lost, ssh exits after 3 x 15 seconds. The remote command line is only
 # `exec bash -s`: the login shell cannot split other words, and `ps` shows no secrets.
 SSH = ["ssh", "-T", "-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=15", "--"]
 
-# Bash runs this for each host. Its arguments: HOST RANK DIRECTORY, and the command that runs bash
+# Bash runs this for each host. Its arguments: HOST RANK LOG PREFIX, and the command that runs bash
 # on the host. tee -p: keep writing the log if stdout is closed.
 CONNECT = """
-host=$1 node=$3/$2
-sleep $(($2 / 10)) # HOSTS_PER_SECOND
-log=${LOG_DIR:-logs}/node_$host
-ln -sfn "${log##*/}_${3##*/}.log" "$log.log"
-"${@:4}" <"$node.input" 2>&1 | tee -p "${log}_${3##*/}.log"
-echo "${PIPESTATUS[0]}" 2>/dev/null >"$node.code"
+sleep $(($2 / 10)) # a jump host may refuse many new connections at once
+ln -sfn "${3##*/}" "${3%/*}/node_$1.log"
+"${@:5}" 2>&1 | tee -p "$3" | sed -u "s/^/$4/"
+exit "${PIPESTATUS[0]}"
 """
-# The same in a PBS job. Its arguments: SLOT RANK DIRECTORY, and the script for bash on the host.
-# pbsdsh has no input, and its exit code is 0: two files that both hosts see replace them.
+# The same in a PBS job. Its arguments: SLOT PATH, and the script for bash on the host. pbsdsh has
+# no input, and its exit code is 0: two files that both hosts see replace them.
 CONNECT_PBS = """
-node=$3/$2
-touch "$node.words"
+touch "$2.words"
 while IFS= read -r line; do # closed after each line, so that a network file system sends it
-  printf '%s\\n' "$line" >>"$node.words"
-done <"$node.input" &
-pbsdsh -n "$1" -- /bin/bash -c "$4"
+  printf '%s\\n' "$line" >>"$2.words"
+done <&0 &
+pbsdsh -n "$1" -- /bin/bash -c "$3" </dev/null
 for ((tenths = 0; tenths < 300; tenths++)); do # a network file system may lag
-  [[ -d "$3" && ! -e "$node.code" ]] || exit 0 # the launcher has it, or has exited
+  [[ ! -e "$2.code" ]] || exit "$(<"$2.code")"
+  [[ -d "${2%/*}" ]] || exit 0 # the launcher has exited
   sleep 0.1
 done
 exit 255 # node.py did not start, or was killed
@@ -80,7 +78,7 @@ run
 
 
 def main():
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # until record_signals()
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # until there are nodes
     words = sys.argv[1:]
     split = words.index("--")
     given = words[:split]
@@ -89,14 +87,11 @@ def main():
     if given[0] == "--pbs":
         way = Pbs()
         given = list(dict.fromkeys(way.slots))
-    elif given[0] == "--pdsh":
-        way = Pdsh()
-        given = given[1:]
     else:
-        way = Ssh()
-    for program in way.programs:
-        if not shutil.which(program):
-            fail(f"{program} is not installed here")
+        way = Ssh(shows_all=given[0] == "--pdsh")
+        given = [host for host in given if host != "--pdsh"]
+    if not shutil.which(way.program):
+        fail(f"{way.program} is not installed here")
 
     try:
         hosts = choose_hosts(given, os.environ)
@@ -106,14 +101,15 @@ def main():
         fail(error)
     os.environ["HOST_LIST"] = " ".join(hosts)
     write_event("hosts", f"training on {', '.join(hosts)}", given=given, used=hosts)
-    signals = record_signals()
+    signals = []
+    for_each_stop(lambda number, _frame: signals.append(number))
+    signal.signal(signal.SIGQUIT, lambda number, _frame: signals.append(number))
     nodes = []
     for rank, host in enumerate(hosts):
         where = [config, str(len(hosts)), str(rank), master, port]
         command = ["bash", "scripts/cluster_train.sh", *where, *options]
         text = way.first_input() + request(command) + "\n"
-        nodes.append(Node(host, f"{way.directory}/{rank}", text))
-    way.start(nodes)
+        nodes.append(Node(host, way.start(rank, host), text))
     return run(nodes, way, signals)
 
 
@@ -121,51 +117,39 @@ def main():
 
 
 class Ssh:
-    """An ssh for each host."""
+    """An ssh for each host. Each launch has its logs, to which node_HOST.log is a link."""
 
-    programs = ["ssh"]
-    has_logs = True  # node_HOST_DIRECTORY.log, linked to by node_HOST.log
+    program = "ssh"
 
-    def __init__(self):
-        self.directory = make_directory(tempfile.gettempdir())
+    def __init__(self, shows_all):
+        self.shows_all = (
+            shows_all  # else the output of rank 0's host only; all of it is in the logs
+        )
+        self.name = time.strftime(f"%Y%m%d_%H%M%S_{os.getpid()}.log")
 
     def first_input(self):
         """What comes before the input of node.py."""
         return script_on_host()
 
-    def start(self, nodes):
-        """Start a process for each node: its starter."""
-        for rank, node in enumerate(nodes):
-            output = None if rank == 0 else subprocess.DEVNULL  # all of it is in the logs
-            node.starter = start(self.connect(node.host, str(rank)), stdout=output)
+    def start(self, rank, host):
+        """A process whose input is that of the host, and whose exit code is that of node.py."""
+        prefix = f"{host}: " if self.shows_all else ""
+        output = None if rank == 0 or self.shows_all else subprocess.DEVNULL
+        words = ["bash", "-c", CONNECT, "connect", host, str(rank), self.log(host), prefix]
+        return start([*words, *SSH, host, "exec bash -s"], stdin=subprocess.PIPE, stdout=output)
 
-    def connect(self, host, rank):
-        words = ["bash", "-c", CONNECT, "connect", host, rank, self.directory]
-        return [*words, *SSH, host, "exec bash -s"]
+    def log(self, host):
+        return os.path.join(os.environ.get("LOG_DIR") or "logs", f"node_{host}_{self.name}")
 
     def is_over(self):
         """Whether the scheduler has ended the job."""
         return False
 
 
-class Pdsh(Ssh):
-    """One pdsh starts all, and shows their output."""
-
-    programs = ["ssh", "pdsh"]
-
-    def start(self, nodes):
-        hosts = ",".join(node.host for node in nodes)
-        pdsh = ["pdsh", "-R", "exec", "-f", str(len(nodes)), "-w", hosts]
-        process = start([*pdsh, *self.connect("%h", "%n")])
-        for node in nodes:
-            node.starter = process
-
-
 class Pbs:
     """A pbsdsh for each host. PBS writes the output of all to that of the job."""
 
-    programs = ["pbsdsh"]
-    has_logs = False
+    program = "pbsdsh"
 
     def __init__(self):
         logs = os.path.abspath(os.environ.get("LOG_DIR") or "logs")  # which all nodes see
@@ -178,12 +162,13 @@ class Pbs:
     def first_input(self):
         return ""
 
-    def start(self, nodes):
-        for rank, node in enumerate(nodes):
-            slot = self.slots.index(node.host)
-            script = script_on_host("--files", node.path)
-            connect = ["bash", "-c", CONNECT_PBS, "connect", str(slot), str(rank), self.directory]
-            node.starter = start([*connect, script])
+    def start(self, rank, host):
+        path = f"{self.directory}/{rank}"
+        words = ["bash", "-c", CONNECT_PBS, "connect", str(self.slots.index(host)), path]
+        return start([*words, script_on_host("--files", path)], stdin=subprocess.PIPE)
+
+    def log(self, host):
+        return None
 
     def is_over(self):
         return os.getppid() != self.parent  # PBS kills supervise.py at the end
@@ -191,7 +176,7 @@ class Pbs:
 
 def make_directory(parent):
     """A directory that is removed when this process exits, even if it is killed."""
-    directory = tempfile.mkdtemp(prefix=time.strftime("launch-%Y%m%d_%H%M%S-"), dir=parent)
+    directory = tempfile.mkdtemp(prefix="launch-", dir=parent)
     pipe, _ = os.pipe()  # at its end when this process has exited
     start(["sh", "-c", 'trap "" TERM; cat; rm -rf "$0"', directory], stdin=pipe)
     return directory
@@ -216,36 +201,25 @@ def start(command, stdin=subprocess.DEVNULL, stdout=None):
 
 
 class Node:
-    """The launcher's connection to a host.
+    """The launcher's connection to a host."""
 
-    PATH.input is the input of what runs there, and PATH.code will be its exit code.
-    """
-
-    def __init__(self, host, path, text):
+    def __init__(self, host, starter, text):
         self.host = host
-        self.path = path
+        self.starter = starter
         self.unsent = text.encode()
-        self.starter = None
-        read_end, self.pipe = os.pipe()
-        os.set_blocking(self.pipe, False)
-        # Not a FIFO: this cannot be opened any more when the launcher has exited.
-        os.symlink(f"/proc/{os.getpid()}/fd/{read_end}", f"{path}.input")
+        os.set_blocking(starter.stdin.fileno(), False)
 
     def send(self, word=""):
         """Add a word, and send what fits into the pipe."""
         self.unsent += word.encode()
-        with suppress(BlockingIOError):
-            sent = os.write(self.pipe, self.unsent)
+        with suppress(BlockingIOError, BrokenPipeError):
+            sent = os.write(self.starter.stdin.fileno(), self.unsent)
             self.unsent = self.unsent[sent:]
 
     def code(self):
         """The exit code; None if the node has not exited."""
-        starter = self.starter.poll()
-        with suppress(OSError, ValueError), open(f"{self.path}.code") as file:
-            return int(file.read())
-        if starter is None:
-            return None
-        return exit_code(starter) or 255  # it was killed
+        code = self.starter.poll()
+        return None if code is None else exit_code(code)
 
 
 def run(nodes, way, signals):
@@ -254,9 +228,7 @@ def run(nodes, way, signals):
     is_stopping = False
     killed = False  # by a second Ctrl-C, or at the end of the job
     deadline = math.inf
-    stopped_code = whole_number(
-        "STOPPED_EXIT_CODE", os.environ.get("STOPPED_EXIT_CODE") or 0, 0, 255
-    )
+    stopped_code = stopped_exit_code()
     codes = [None]
     while None in codes and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -288,11 +260,10 @@ def run(nodes, way, signals):
     report_hosts(nodes, codes)
     host, code = failed
     say(f"launch.py: error: {host} failed (exit code {code}), so all nodes were stopped")
-    if way.has_logs:
-        log = f"node_{host}_{os.path.basename(way.directory)}.log"
-        path = os.path.join(os.environ.get("LOG_DIR") or "logs", log)
-        say(f"launch.py: the end of {path}:")
-        subprocess.run(["tail", "-n", "15", path], stdout=sys.stderr)
+    log = way.log(host)
+    if log:
+        say(f"launch.py: the end of {log}:")
+        subprocess.run(["tail", "-n", "15", log], stdout=sys.stderr)
     return code
 
 
@@ -303,21 +274,6 @@ def report_hosts(nodes, codes):
         if code in causes:
             reason = f"exit code {code}, see its log"
             write_failure(causes[code], reason, None, node.host, hosts=[node.host])
-
-
-def record_signals():
-    """From now on, append each stop signal and each SIGQUIT to the list returned."""
-    signals = []
-
-    def on_signal(number, _frame):
-        signals.append(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
-    signal.signal(signal.SIGQUIT, on_signal)
-    return signals
 
 
 def fail(text):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts all nodes from one terminal, like launch_torchrun_auto.sh, but with pdsh: for many nodes. Each
-# line of output begins with the name of its host.
+# Starts all nodes from one terminal, like launch_torchrun_auto.sh, with host names as pdsh expands them.
+# Each line of output begins with the name of its host, as that of pdsh does.
 #
 # Usage: scripts/ssh/launch_pdsh_multinode.sh CONFIG GPUS_PER_NODE HOSTS [options]
 #

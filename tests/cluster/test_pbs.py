@@ -73,7 +73,7 @@ time.sleep(1000 if attempt == "1" else 0)
     "victim",
     [
         r"^\S+ \S+launch.py --pbs",
-        pytest.param(r"(?s)^bash -c .* connect 2 1 ", marks=pytest.mark.long),
+        pytest.param(r"(?s)^bash -c .* connect 2 \S+/1 ", marks=pytest.mark.long),
     ],
 )
 def test_after_a_kill_of_the_launcher_nothing_is_left_and_the_next_attempt_runs(

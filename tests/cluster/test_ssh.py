@@ -271,15 +271,6 @@ def test_a_node_that_fails_while_others_save_does_not_stop_them(cluster, slow_to
     assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
 
 
-@pytest.mark.long
-def test_killing_pdsh_is_an_error(cluster, stubborn):
-    launch = stubborn(PDSH)
-    os.kill(one_process(cluster, "login", "^pdsh "), signal.SIGKILL)
-    text = end_of(launch)
-    assert launch.returncode == 137 and "error: node01 failed (exit code 137)" in text
-    cluster.assert_nothing_left()
-
-
 def test_the_last_lines_are_not_lost_if_they_are_read_late(cluster, repo, tmp_path):
     script, done = tmp_path / "much.py", tmp_path / "done"
     much = "for line in range(20_000): print(f'line {line} {80 * \"-\"}')"
