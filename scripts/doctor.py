@@ -42,6 +42,7 @@ from report import HOST, format_ranges, ranks_by_host, wait_for
 MEET_SECONDS = 20  # for all ranks to connect to the store
 CONNECT_SECONDS = 4  # for one node to connect to another
 CHECK_SECONDS = 20  # for each check of all ranks
+MARK_SECONDS = 5  # for a network file system to show a new file
 LEVELS = ["OK", "WARN", "FAIL"]
 
 
@@ -149,8 +150,9 @@ class Rank:
         self.check("network", self.reach_nodes, "allow all ports between the nodes")
         remedy = "put --checkpoint-dir on a file system that all nodes share"
         self.check("run directory", self.find_mark, remedy)
+        self.mark().unlink(missing_ok=True)
         if self.size > 1 and None not in self.infos:
-            guard.choose_interface(guard.peers_of(self.infos))
+            guard.choose_interface(len(ranks_by_host(self.infos)))
             remedy = "search docs/TROUBLESHOOTING.md for this, or set NCCL_DEBUG=WARN"
             self.check("all_reduce", self.all_reduce, remedy)
         self.send("done", True)
@@ -240,7 +242,8 @@ class Rank:
         """Connect to the store on the master, and exchange the rank infos."""
         port = self.world["MASTER_PORT"]
         self.doing = f"connecting to the store of rank 0 at {self.master}:{port}"
-        socket.getaddrinfo(self.master, port)  # PyTorch would retry an unknown name for minutes
+        # Fails if the name is unknown, which PyTorch would retry for minutes.
+        info["address"] = address_towards(self.master)
         opening = ThreadPoolExecutor().submit(guard.open_store, self.world, MEET_SECONDS)
         self.store = opening.result(MEET_SECONDS + 5)  # another program may listen there
         self.doing = "waiting for rank 0"
@@ -266,7 +269,7 @@ class Rank:
         same = self.infos[0]["same"]
         text = ", ".join(f"{what} {value}" for what, value in same.items())
         failures = []
-        for difference in guard.find_differences(self.infos, "same"):
+        for difference in guard.find_differences(self.infos):
             remedy = "all nodes need the same software"
             failures.append(Finding("FAIL", "same everywhere", difference, remedy))
         self.findings += failures or [Finding("OK", "same everywhere", text)]
@@ -296,9 +299,20 @@ class Rank:
         return ""
 
     def find_mark(self) -> tuple[bool, str]:
-        """Whether this node has the run directory of rank 0, which has written a file to it."""
-        problem = guard.find_mark(self.world, self.store, self.infos[0]["directory"])
-        return not problem, problem or f"{self.infos[0]['directory']} is the same on all nodes"
+        """Whether this node has the run directory of rank 0, which writes a file to it."""
+        mark = self.mark()
+        if self.rank == 0:
+            mark.touch()
+        deadline = time.monotonic() + MARK_SECONDS
+        while not os.path.exists(mark):  # a network file system may lag
+            if time.monotonic() > deadline:
+                return False, f"does not find the file that rank 0 has written to {mark.parent}"
+            time.sleep(0.5)
+        return True, f"{mark.parent} is the same on all nodes"
+
+    def mark(self) -> Path:
+        first = self.infos[0]
+        return Path(first["directory"], f".mark_{first['host']}_{first['pid']}")
 
     def all_reduce(self) -> tuple[bool, str]:
         """Measure latency and bandwidth of an all_reduce over all ranks."""
@@ -329,6 +343,14 @@ class Rank:
         bus = large / duration * 2 * (self.size - 1) / self.size / 1e9  # as nccl-tests define it
         text = f"8 KiB in {1e6 * latency:.0f} us, {large >> 20} MiB at {bus:.2f} GB/s (bus)"
         return True, f"{self.size} ranks: {text}"
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the route to the host. Sends no packet."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
 
 
 def time_all_reduce(size: int, device) -> float:

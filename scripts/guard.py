@@ -9,7 +9,6 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - in an srun step, checks each node: see node_check.py (cluster_train.sh does it for torchrun);
 - checks before the script starts that all ranks are present, and run the same script and PyTorch
   version;
-- keeps compiled kernels on this node's disk, in a directory that no other user can write to;
 - on a machine without GPUs, binds each rank to its share of the cores;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without progress,
   all ranks print their stacks and exit, and the error reports the ranks at fault;
@@ -48,7 +47,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import fcntl
 import hashlib
 import json
 import os
@@ -56,12 +54,11 @@ import re
 import runpy
 import signal
 import socket
-import stat
 import struct
 import sys
-import tempfile
 import threading
 import time
+import traceback
 import types
 from contextlib import suppress
 from datetime import timedelta
@@ -71,7 +68,7 @@ import explain
 import memory
 import node_check
 import slow_ranks
-from hang import HangWatch
+from hang import HangWatch, line_in_script
 from hosts import free_port, hosts_of_job, port_of_job
 from processes import end_with_parent
 from report import (
@@ -115,7 +112,6 @@ OWN_MODULES = (
     "report",
     "slow_ranks",
 )
-SIOCGIFADDR = 0x8915  # <linux/sockios.h>: asks for the IPv4 address of a network interface
 
 
 def main() -> None:
@@ -146,6 +142,7 @@ def run_as_rank(arguments: list[str]) -> None:
         store, peers = check_ranks(world, arguments)
         if is_guarded:
             watch = start_watch(world, store, peers)
+            announce_exec(world["RANK"])
     finite = None
     if watch or (is_guarded and os.environ.get("CHECK_FINITE") == "1"):
         import check_finite  # imports PyTorch
@@ -195,6 +192,23 @@ def start_watch(world: dict[str, int], store, peers: dict) -> HangWatch:
     return watch
 
 
+def announce_exec(rank: int) -> None:
+    """os.execv() and its relatives put another program in the place of this process: say so."""
+    own_pid = os.getpid()
+
+    def announced(function):
+        def wrapper(*arguments, **options):
+            if os.getpid() == own_pid:  # not in a child
+                text = f"rank {rank} becomes another program (os.exec), which is not watched"
+                say(f"guard.py: WARNING: {text}")
+            return function(*arguments, **options)
+
+        return wrapper
+
+    os.execv = announced(os.execv)
+    os.execve = announced(os.execve)  # the others call these two
+
+
 def note_steps() -> None:
     """To find out whether a later attempt goes on where this one stops."""
     with suppress(ImportError):  # a script without PyTorch
@@ -208,10 +222,10 @@ def print_traceback(error: BaseException) -> None:
     if not isinstance(error, Exception):  # SystemExit or KeyboardInterrupt
         return
     own_files = (__file__, runpy.run_path.__code__.co_filename)
-    traceback = error.__traceback__
-    while traceback and traceback.tb_frame.f_code.co_filename in own_files:
-        traceback = traceback.tb_next
-    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename in own_files:
+        frames = frames.tb_next
+    sys.excepthook(type(error), error.with_traceback(frames), frames)
 
 
 # ------------------------------------------------------------------------------ stop signals
@@ -311,7 +325,6 @@ def configure_process(world: dict[str, int]) -> None:
     faulthandler.register(signal.SIGQUIT)  # prints all stacks; the run goes on
     os.register_at_fork(before=wait_for_new_threads)
     explain.remember_output()
-    choose_caches()
     if hasattr(os, "sched_getaffinity") and world["WORLD_SIZE"] > 1:
         choose_cores(world)
 
@@ -340,24 +353,6 @@ def share_gpu(world: dict[str, int]) -> None:
         if world["RANK"] == 0:
             text = "SHARE_GPU=1: ranks share GPUs and exchange over sockets: speed means nothing"
             say(f"guard.py: WARNING: {text}")
-
-
-def choose_caches() -> None:
-    """Unless they are set, put the caches of torch.compile and Triton on this node's disk.
-
-    PyTorch loads shared objects from its own choice, /tmp/torchinductor_USER, which another user
-    may have made first.
-    """
-    place = Path(tempfile.gettempdir(), f"train_{os.getuid()}")
-    with suppress(FileExistsError):
-        place.mkdir(mode=0o700)
-    facts = place.lstat()
-    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
-    if not is_own or facts.st_mode & 0o022:
-        say(f"guard.py: WARNING: {place} on {HOST} is open to other users, and is not used")
-        place = tempfile.mkdtemp()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{place}/torch")
-    os.environ.setdefault("TRITON_CACHE_DIR", f"{place}/triton")
 
 
 def wait_for_new_threads() -> None:
@@ -394,9 +389,7 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     if problem:
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
-    choose_interface(peers)
-    if world["WORLD_SIZE"] > world["LOCAL_WORLD_SIZE"]:
-        check_run_directory(world, store, arguments)
+    choose_interface(peers["hosts"])
     return store, peers
 
 
@@ -420,49 +413,9 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
 def peers_of(infos: list[dict | None]) -> dict:
     """What each rank needs to know of the others: it does not grow with their number.
 
-    hosts: how many; first: the host and process of rank 0; other_address: of a rank elsewhere.
+    hosts: how many; first: of rank 0
     """
-    first = infos[0]
-    others = [info["address"] for info in infos if info and info["host"] != first["host"]]
-    return {
-        "hosts": len(ranks_by_host(infos)),
-        "first": {"host": first["host"], "pid": first["pid"]},
-        "other_address": others[0] if others else "",
-    }
-
-
-def check_run_directory(world: dict[str, int], store, arguments: list[str]) -> None:
-    """Warn on each node that does not share the run directory, if the script has one."""
-    request = node_check.read_request(arguments)
-    if re.search("(checkpoint|save)[-_]dir", request):
-        problem = find_mark(world, store, node_check.run_directory(request))
-        if problem and world["LOCAL_RANK"] == 0:
-            remedy = "put the run directory where all nodes see it"
-            say(f"guard.py: WARNING: {HOST} {problem}: {remedy}")
-
-
-def find_mark(world: dict[str, int], store, directory: str) -> str:
-    """What is wrong if this rank does not see a file that rank 0 makes in this directory, or in
-    its nearest parent that exists; "" if it does. Collective: every rank.
-    """
-    if world["WORLD_SIZE"] == 1:
-        return ""
-    deadline = time.monotonic() + 10
-    if world["RANK"] == 0:
-        place = node_check.existing(Path(directory))
-        with suppress(OSError), tempfile.NamedTemporaryFile(dir=place, prefix=".mark_") as mark:
-            store.set("mark", mark.name)
-            wait_for(store, "all looked", deadline)
-        store.set("mark", "/")  # for ranks that are late, or if rank 0 cannot write there
-        return ""
-    mark = wait_for(store, "mark", deadline) or "/"
-    if not os.path.exists(mark):
-        time.sleep(3)  # a network file system may lag
-    is_found = os.path.exists(mark)
-    if store.add("looked", 1) == world["WORLD_SIZE"] - 1:
-        store.set("all looked", "1")
-    place = os.path.dirname(mark)
-    return "" if is_found else f"does not find the file that rank 0 has written to {place}"
+    return {"hosts": len(ranks_by_host(infos)), "first": infos[0]}
 
 
 def rank_info(arguments: list[str]) -> dict:
@@ -482,7 +435,6 @@ def rank_info(arguments: list[str]) -> dict:
     return {
         "host": HOST,
         "pid": os.getpid(),
-        "address": address_towards(os.environ["MASTER_ADDR"]),
         "same": same,
     }
 
@@ -535,17 +487,17 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
             f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
             f"see their logs, or raise RANK_TIMEOUT (started: {name_ranks(started, infos)})"
         )
-    return next(find_differences(infos, "same"), "")
+    return next(find_differences(infos), "")
 
 
-def find_differences(infos: list[dict | None], group: str):
-    """Yield a sentence for each difference in a group of facts, such as "same"."""
-    facts = {fact for info in infos if info for fact in info[group]}
+def find_differences(infos: list[dict | None]):
+    """Yield a sentence for each fact that is not the same on all ranks."""
+    facts = {fact for info in infos if info for fact in info["same"]}
     for fact in sorted(facts):
         ranks_with: dict[str, list[int]] = {}
         for rank, info in enumerate(infos):
             if info:
-                ranks_with.setdefault(info[group].get(fact, "missing"), []).append(rank)
+                ranks_with.setdefault(info["same"].get(fact, "missing"), []).append(rank)
         usual, *others = ranks_with  # usual: rank 0's value
         for value in others:
             who = name_ranks(ranks_with[value], infos)
@@ -557,44 +509,31 @@ def name_ranks(ranks: list[int], infos: list[dict | None]) -> str:
     return ranks_do(ranks, [infos[rank]["host"] for rank in ranks], "")
 
 
-def address_towards(host: str) -> str:
-    """This machine's address on the route to the host. Sends no packet."""
-    with suppress(OSError, UnicodeError):
-        for family, kind, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)
-                own_address = probe.getsockname()[0]
-                return own_address.replace("::ffff:", "")
-    return "127.0.0.1"
-
-
-def choose_interface(peers: dict) -> None:
+def choose_interface(hosts: int) -> None:
     """Set GLOO_SOCKET_IFNAME if the host name resolves to a loopback address.
 
     Gloo listens on the address of the host name. If that is 127.0.1.1, as on Debian, no other host
     can reach it.
     """
-    if peers["hosts"] == 1:
-        return
     with suppress(OSError):
-        first_result = socket.getaddrinfo(HOST, None)[0]
-        if not LOOPBACK.match(first_result[4][0]):
-            return
-    is_first = HOST == peers["first"]["host"]
-    target = peers["other_address"] if is_first else os.environ["MASTER_ADDR"]
-    own_address = address_towards(target)
-    for _, name in socket.if_nameindex():
-        if address_of_interface(name) == own_address and not LOOPBACK.match(own_address):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        own_address = socket.gethostbyname(HOST)
+        if hosts > 1 and LOOPBACK.match(own_address):
+            master = socket.gethostbyname(os.environ["MASTER_ADDR"])
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(master))
 
 
-def address_of_interface(name: str) -> str:
-    """Its IPv4 address; "" if it has none."""
-    request = struct.pack("256s", name.encode())
-    with suppress(OSError), socket.socket() as probe:
-        reply = fcntl.ioctl(probe, SIOCGIFADDR, request)
-        return socket.inet_ntoa(reply[20:24])
-    return ""
+def interface_towards(address: str) -> str:
+    """The network interface with the most specific route to this IPv4 address, or to any other."""
+    target = struct.unpack("=I", socket.inet_aton(address))[0]
+    best = ""
+    longest = -1
+    for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+        name, network, _, _, _, _, _, mask, *_ = line.split()
+        mask = int(mask, 16)
+        if target & mask == int(network, 16) and mask.bit_count() > longest:
+            best = name
+            longest = mask.bit_count()
+    return best
 
 
 # --------------------------------------------------------------------------------- the script
@@ -661,7 +600,11 @@ def wait_for_lost_rank(error: BaseException, rank: int, watch: HangWatch | None)
     time.sleep(1)  # time for a rank whose script has ended to report that
     ended = watch.ended_ranks() if watch else ""
     if ended:
-        text = f"rank {rank} on {HOST} waits for {ended}, where the script has ended: all ranks"
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        line = line_in_script(frames[::-1])
+        text = (
+            f"rank {rank} on {HOST} waits {line} for {ended}, where the script has ended: all ranks"
+        )
         text += " must take part in the same collectives"
         write_failure("exception", text, rank, hosts=[])
         say(f"guard.py: {text}")

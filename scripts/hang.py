@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import math
 import os
 import re
 import signal
@@ -15,30 +16,28 @@ import time
 import traceback
 from collections import deque
 from contextlib import suppress
-from datetime import timedelta
 
-from processes import parent_of
-from report import HOST, has_gpu, ranks_do, say, seconds, wait_for, write_failure
+from processes import kill_descendants, parent_of
+from report import HOST, has_gpu, ranks_do, say, seconds, wait_for, within, write_failure
 
 SILENT = "does not answer"
 ENDED = "has ended"
 NOT_STARTED = "which its GPU has not started"
 LONGEST_TICK = 3  # seconds between two looks of a watch; in the rest, the process was suspended
 POLL = 5  # seconds between checks for a hang that another rank has found
-QUIET_SECONDS = 30  # without progress, at most, before the recorder is asked for a limit
+QUIET_SECONDS = 30  # without progress, before the recorder is asked for a limit
+STORE_SECONDS = 40  # for all ranks to answer
 COMPILING_CODE = re.compile(  # is on the stack only while it compiles
     r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|async_compile|codecache))\.py$"
     r"|/triton/compiler/"
 )
 NCCL_TIMEOUT = 600  # seconds that PyTorch gives a collective of NCCL; gloo: 1,800
-NAMES = 20  # names of collectives in a note, before and after the first incomplete one
 RECORDERS = ("nccl", "nccl2", "nccl-lazy", "xccl", "gloo")  # PyTorch's, from 2.15 on
 EQUAL_SIZES = re.compile("reduce|broadcast|backward")  # collectives with the same on all ranks
 WARM_UP_STEPS = 10  # optimizer steps whose times do not count
 MAX_GROUPS = 4  # of ranks, whose lines the report names
 OWN_DIRECTORY = os.path.dirname(os.path.realpath(__file__))
-LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
-PYTORCH = re.compile(r"/torch/|/lib/python3[^/]*/(?!(site|dist)-packages/)|^<")
+ELSEWHERE = re.compile(r"^\.\./|(site|dist)-packages/|/lib/python3|<")  # libraries
 WAITING_CODE = re.compile(  # of PyTorch: where the main thread waits for other ranks
     r"/torch/(distributed/(distributed_c10d|rendezvous|device_mesh|utils)|nn/parallel/\w+)\.py$"
 )
@@ -62,8 +61,7 @@ class HangWatch:
         self.rank = rank
         self.size = size
         self.store = store
-        self.hosts = peers["hosts"]  # see peers_of()
-        self.infos = RankInfos(store, peers["first"])
+        self.infos = RankInfos(store, peers["first"])  # see peers_of()
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
         self.steps = 0
         self.step_times = deque(maxlen=2000)  # when they began, nanoseconds since 1970
@@ -103,11 +101,10 @@ class HangWatch:
         fixed = self.fixed_timeout or seconds("HANG_TIMEOUT", None)  # the script may set it
         if fixed:
             return fixed
-        usual = timeout_of_process_group()
-        if self.quiet < min(QUIET_SECONDS, 0.9 * usual):  # to read the recorder takes time
-            return 0.9 * usual
+        if self.quiet < QUIET_SECONDS:  # to read the recorder takes time
+            return math.inf
         limits = [entry["timeout_ms"] / 1000 for entry in pending() if entry.get("timeout_ms")]
-        return 0.9 * min(limits, default=usual)
+        return 0.9 * min(limits, default=timeout_of_process_group())
 
     def on_step(self, *_) -> None:
         """Any optimizer's step() begins."""
@@ -126,83 +123,69 @@ class HangWatch:
     def own_note(self) -> dict:
         """Where this rank is."""
         return {
-            "steps": self.steps,
             "quiet": self.quiet,
             "waits": waits_for(),
             "groups": positions(),
-            "lines": lines_of_script(),
+            "line": line_in_script(frames_of_main_thread()),
         }
 
     def exit_all(self) -> None:
-        """Exchange positions, print the stacks, report the hang and exit."""
+        """Store where this rank is, print the stacks, report the hang and exit."""
         note = self.own_note()
-        no_store = {0: f"or its torchrun {SILENT}"}  # one of them is the store's server
-        threading.Timer(30, self.report, [{self.rank: note}, no_store]).start()
-        publishing = threading.Thread(target=self.publish, args=[note], daemon=True)
-        publishing.start()
-        publishing.join(POLL)  # before the stacks: to print them may take long
+        within(POLL, self.publish, note)  # before the stacks: to print them may take long
         say(f"guard.py: rank {self.rank} on {HOST}: all stacks")
         faulthandler.dump_traceback(file=2, all_threads=True)
-        with suppress(Exception):  # the store has ended
-            self.report(*self.exchange_notes())
-        time.sleep(60)  # the timer reports
+        silent = within(STORE_SECONDS, self.collect)
+        if silent is None:  # the server of the store
+            self.report({self.rank: note}, {0: f"or its torchrun {SILENT}"})
+            silent = [] if self.rank == 0 else [0]
+        for rank in silent:
+            kill_sibling(self.infos[rank])
+        kill_descendants()  # a loader worker may hang, too
+        if self.rank == 0:
+            time.sleep(3)  # it may be the server: the others must have read who is silent
+        os._exit(1)
 
     def publish(self, note: dict) -> None:
-        with suppress(Exception):  # the store has ended
-            self.store.set(f"hang note {self.rank}", json.dumps(note))
-            self.store.set("hang", "1")
+        self.store.set(f"hang note {self.rank}", json.dumps(note))
+        self.store.set("hang", "1")
 
-    def exchange_notes(self) -> tuple[dict[int, dict], dict[int, str]]:
-        """(notes of the ranks that answer, why the others have none).
+    def collect(self) -> list[int]:
+        """The first rank to call this reports the hang; the others wait until it has.
 
-        Rank 0 collects the notes; elsewhere, there are none, and only the silent ranks of this
-        host. If rank 0 does not answer, rank 1 collects them, and so on.
+        Returns the ranks that do not answer.
         """
         deadline = time.monotonic() + POLL + 3
-        if self.rank > 0:
-            # Rank 0 may have found the hang up to POLL seconds later.
-            if wait_for(self.store, "hang notes", deadline + POLL + 3 + self.rank) is not None:
-                ranks = wait_for(self.store, f"hang silent {HOST}", 0) or "[]"
-                return {}, dict.fromkeys(json.loads(ranks), SILENT)
+        if self.store.add("hang collectors", 1) > 1:
+            return json.loads(wait_for(self.store, "hang silent", deadline + POLL + 3) or "[]")
         notes = {}
-        silent = dict.fromkeys(self.ended(), ENDED)
-        by_host = {}
-        for rank in range(self.size):
-            if rank in silent:
-                continue
+        states = dict.fromkeys(self.ended(), ENDED)
+        for rank in set(range(self.size)) - states.keys():
             text = wait_for(self.store, f"hang note {rank}", deadline)
             if text:
                 notes[rank] = json.loads(text)
             else:
-                silent[rank] = SILENT
-                by_host.setdefault(self.infos[rank]["host"], []).append(rank)
-        for host, ranks in by_host.items():
-            self.store.set(f"hang silent {host}", json.dumps(ranks))
-        self.store.set("hang notes", "1")
-        return notes, silent
+                states[rank] = SILENT
+        self.report(notes, states)
+        silent = [rank for rank, state in states.items() if state == SILENT]
+        self.store.set("hang silent", json.dumps(silent))
+        return silent
 
-    def report(self, notes: dict[int, dict], silent: dict[int, str]) -> None:
-        """Print the error, if this rank has notes; kill the silent ranks of this host, and exit."""
-        if notes:
-            quiet = max(note["quiet"] for note in notes.values())
-            usual, at_fault = find_fault(notes)
-            at_fault.update(silent)
-            text = f"hang: {where_ranks_are(usual, at_fault, self.infos)}"
-            text += f"; {lines_of_ranks(notes, at_fault)}"
-            text += f"no progress for {quiet:.0f} s (HANG_TIMEOUT)"
-            hosts = hosts_to_blame(at_fault, self.infos)
-            write_failure("hang", text, self.rank, hosts=hosts)
-            say(f"guard.py: error: {text}")
-        time.sleep(1)  # let that rank print before the launcher kills it
-        for rank, state in silent.items():
-            if state != ENDED and self.infos[rank]["host"] == HOST:
-                kill_sibling(self.infos[rank]["pid"])
-        os._exit(1)
+    def report(self, notes: dict[int, dict], states: dict[int, str]) -> None:
+        """notes: of the ranks that answer; states: why the others have none."""
+        usual, at_fault = find_fault(notes)
+        at_fault |= states
+        texts = [where_ranks_are(usual, at_fault, self.infos), *lines_of_ranks(notes, at_fault)]
+        quiet = max(note["quiet"] for note in notes.values())
+        texts.append(f"no progress for {quiet:.0f} s (HANG_TIMEOUT)")
+        text = f"hang: {'; '.join(texts)}"
+        write_failure("hang", text, self.rank, hosts=hosts_to_blame(at_fault, self.infos))
+        say(f"guard.py: error: {text}")
 
     def end(self, error: BaseException | None) -> None:
         """Call this when the script has ended."""
         if error and self.found.is_set():  # it is PyTorch's timeout of the same hang
-            self.threads[0].join(25)
+            self.threads[0].join(STORE_SECONDS + 10)
         self.over.set()
         for thread in self.threads:  # a thread in C++ code would abort Python's shutdown
             thread.join(2)
@@ -212,15 +195,10 @@ class HangWatch:
         with suppress(Exception):
             self.store.append("ended", f"{self.rank} ")
             if self.rank == 0:  # this rank or its torchrun is the store's server
-                self.wait_for_others()
-
-    def wait_for_others(self) -> None:
-        """Wait until all have ended, at most 2 s and 5 s per 1,000 ranks."""
-        deadline = time.monotonic() + 2 + self.size / 200
-        while len(self.ended()) < self.size and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if self.hosts > 1:
-            time.sleep(0.5)  # so that its torchrun exits last
+                deadline = time.monotonic() + 2 + self.size / 200
+                while len(self.ended()) < self.size and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                time.sleep(0.5)  # so that its torchrun exits last
 
     def ended(self) -> set[int]:
         """The ranks whose script has ended."""
@@ -229,7 +207,7 @@ class HangWatch:
         return {int(rank) for rank in self.store.get("ended").split()}
 
     def ended_ranks(self) -> str:
-        """For the first rank that asks, those whose script has ended."""
+        """Those whose script has ended, for the first rank that asks."""
         with suppress(Exception):  # the store has ended, too
             ranks = sorted(self.ended())
             if ranks and self.store.add("ended ranks", 1) == 1:
@@ -249,11 +227,11 @@ class RankInfos(dict):
         return self[rank]
 
 
-def kill_sibling(process: int) -> None:
+def kill_sibling(info: dict) -> None:
     """Kill a rank that cannot exit on its own. Only a child of our launcher: its id is stored."""
     with suppress(OSError):
-        if parent_of(process) == os.getppid():
-            os.kill(process, signal.SIGKILL)
+        if info["host"] == HOST and parent_of(info["pid"]) == os.getppid():
+            os.kill(info["pid"], signal.SIGKILL)
 
 
 def enable_flight_recorder() -> None:
@@ -276,59 +254,45 @@ def records_gloo() -> bool:
 def timeout_of_process_group() -> float:
     """Seconds after which PyTorch ends a collective of the default process group.
 
-    While the main thread is in init_process_group(), the timeout that it was called with.
+    Without limit before there is one: init_process_group() has a timeout and an error of its own.
     """
     import torch.distributed as dist
 
-    with suppress(Exception):  # no group yet; one that is being created; a backend without options
+    if not dist.is_initialized():
+        return math.inf
+    with suppress(Exception):  # a backend without options
         group = dist.group.WORLD
         backends = [group._get_backend(device) for device in group._device_types]
         return min(backend.options._timeout.total_seconds() for backend in backends)
-    for frame in frames_of_main_thread():
-        if frame.f_code.co_name == "init_process_group":
-            timeout = frame.f_locals.get("timeout")
-            if isinstance(timeout, timedelta):
-                return timeout.total_seconds()
     return NCCL_TIMEOUT
 
 
 # ------------------------------------------------------------------------------------ verdict
 
 
-def where_ranks_are(usual: str, at_fault: dict[int, str], infos) -> str:
+def where_ranks_are(usual: str, states: dict[int, str], infos) -> str:
     """Which ranks are at fault, and where the others wait. infos: {rank: see rank_info()}"""
-    if not at_fault:
-        return f"all ranks are {usual}: check the network and the GPUs"
+    if not states:
+        return f"all ranks wait {usual}: check the network and the GPUs"
     texts = []
-    for state, ranks in ranks_by(at_fault).items():
+    for state, ranks in ranks_by(states).items():
         texts.append(ranks_do(ranks, [infos[rank]["host"] for rank in ranks], state))
-    return f"{'; '.join(texts)}; the others are {usual}"
+    return f"{'; '.join(texts)}; the others wait {usual}"
 
 
-def hosts_to_blame(at_fault: dict[int, str], infos) -> list[str]:
+def hosts_to_blame(states: dict[int, str], infos) -> list[str]:
     """Those of ranks that do not answer, and of GPUs that hang; others wait for their script."""
-    states = at_fault.items()
-    ranks = [rank for rank, state in states if state == SILENT or NOT_STARTED in state]
+    ranks = [rank for rank, state in states.items() if state == SILENT or NOT_STARTED in state]
     return sorted({infos[rank]["host"] for rank in ranks})
 
 
-def lines_of_ranks(notes: dict[int, dict], at_fault: dict[int, str]) -> str:
-    """At which lines the ranks are, with a "; " after each group of them.
-
-    First those at fault, then the smallest groups.
-    """
-    lines = {rank: note["lines"] for rank, note in notes.items() if note.get("lines")}
-    groups = ranks_by({rank: own for rank, (own, _) in lines.items()})
-    if len(groups) < 2:  # the script's own lines are the same: those of libraries may differ
-        of_libraries = ranks_by({rank: outside for rank, (_, outside) in lines.items()})
-        groups = of_libraries if len(of_libraries) > 1 else groups
-    groups.pop("", None)
+def lines_of_ranks(notes: dict[int, dict], at_fault) -> list[str]:
+    """At which lines the ranks are, a text per group: first those at fault, then the smallest."""
+    groups = ranks_by({rank: note["line"] for rank, note in notes.items() if note.get("line")})
     order = sorted(groups, key=lambda line: (groups[line][0] not in at_fault, len(groups[line])))
     texts = [ranks_do(groups[line], [], f"is {line}") for line in order[:MAX_GROUPS]]
     more = sum(len(groups[line]) for line in order[MAX_GROUPS:])
-    if more:
-        texts.append(f"{more} ranks are elsewhere")
-    return "".join(f"{text}; " for text in texts)
+    return [*texts, f"{more} more are elsewhere"] if more else texts
 
 
 def ranks_by(values: dict[int, str]) -> dict[str, list[int]]:
@@ -340,83 +304,64 @@ def ranks_by(values: dict[int, str]) -> dict[str, list[int]]:
 
 
 def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """(where the ranks wait, {rank at fault: where it is}), from the notes of the ranks."""
-    usual, places = find_places(notes)
-    states = {}
-    for rank, place_of_rank in places.items():
-        states[rank] = f"is {place_of_rank}, {notes[rank]['steps']} steps done"
-    return usual, states
-
-
-def find_places(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """The same, without the verb and the steps."""
-    groups = stuck_groups(notes)
-    if not groups:
-        return ranks_outside(notes)
+    """(where the ranks wait, {rank at fault: what it does}), from the notes of the ranks."""
+    stuck = stuck_groups(notes)
     late = []
-    for group, (number, members) in groups.items():
-        late += [(group, rank) for rank in members if members[rank]["enqueued"] < number]
+    for number, members in stuck:
+        late += [(rank, number, members) for rank in members if members[rank]["enqueued"] < number]
     # A rank may be late because it waits for another rank in another process group.
-    at_fault = [(group, rank) for group, rank in late if not notes[rank]["waits"]] or late
-    if at_fault:
-        first, _ = at_fault[0]
-        number, members = groups[first]
-        states = {}
-        for group, rank in at_fault:
-            if group == first:
-                position = members[rank]
-                states[rank] = place(position["enqueued"], [position])
-        return place(number, members.values()), states
-    for number, members in groups.values():
-        usual, states = different_ranks(number, members)
+    late = [each for each in late if not notes[each[0]]["waits"]] or late
+    if late:
+        _, number, members = late[0]
+        states = {rank: "is late" for rank, _, group in late if group is members}
+        return place(number, members), states
+    for number, members in stuck:
+        states = different_ranks(number, members)
         if states:
-            break
-    return usual, states
-
-
-def ranks_outside(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """Like find_places(), where no collective has been recorded, as while NCCL is initialized."""
+            return place(number, members), states
+    if stuck:
+        return place(*stuck[0]), {}
+    # No collective has been recorded, as while NCCL is initialized.
     functions = [note["waits"] for note in notes.values() if note["waits"]]
     outside = [rank for rank, note in notes.items() if not note["waits"]]
-    states = dict.fromkeys(outside, "not in a function of torch.distributed")
+    states = dict.fromkeys(outside, "is not in a function of torch.distributed")
     return f"in {statistics.mode(functions or ['nowhere'])}", states
 
 
-def stuck_groups(notes: dict[int, dict]) -> dict[str, tuple[int, dict]]:
-    """{process group: (number of its first incomplete collective, {rank: its position})}"""
+def stuck_groups(notes: dict[int, dict]) -> list[tuple[int, dict]]:
+    """(number of its first incomplete collective, {rank: its position}) of process groups"""
     groups = {}
     for rank, note in notes.items():
         for group, position in note["groups"].items():
             groups.setdefault(group, {})[rank] = position
-    stuck = {}
-    for group, members in sorted(groups.items()):
+    stuck = []
+    for _, members in sorted(groups.items()):
         number = min(position["completed"] for position in members.values()) + 1
         if any(position["enqueued"] >= number for position in members.values()):
-            stuck[group] = (number, members)
+            stuck.append((number, members))
     return stuck
 
 
-def different_ranks(number: int, members: dict[int, dict]) -> tuple[str, dict[int, str]]:
-    """Like find_places(), of a group whose ranks have all enqueued this collective.
+def different_ranks(number: int, members: dict[int, dict]) -> dict[int, str]:
+    """{rank: what it does} of a group whose ranks have all enqueued this collective.
 
     At fault are ranks in another collective than most; else, those whose GPU has not started it.
     """
-    usual = place(number, members.values())
     states = {}
     for rank, position in members.items():
-        own_place = place(number, [position])
-        if own_place != usual and str(number) in position["names"]:
-            states[rank] = own_place
+        own_place = place(number, {rank: position})
+        if str(number) in position["names"] and own_place != place(number, members):
+            states[rank] = f"is {own_place}"
     if not states and any(position["started"] >= number for position in members.values()):
         waiting = [rank for rank in members if members[rank]["started"] < number]
-        states = dict.fromkeys(waiting, f"{usual}, {NOT_STARTED}")
-    return usual, states
+        states = dict.fromkeys(waiting, f"is {place(number, members)}, {NOT_STARTED}")
+    return states
 
 
-def place(number: int, members) -> str:
+def place(number: int, members: dict[int, dict]) -> str:
     """Such as: at collective 24 (gloo:all_reduce [[11]]). Its name is that on most ranks."""
     key = str(number)
-    names = [member["names"][key] for member in members if key in member["names"]]
+    names = [each["names"][key] for each in members.values() if key in each["names"]]
     return f"at collective {number} ({statistics.mode(names or ['unknown'])})"
 
 
@@ -441,23 +386,18 @@ def positions() -> dict[str, dict]:
 
 def position(entries: list[dict], statuses: dict) -> dict:
     """The numbers of the last collective enqueued, completed and started by the GPU (-1: unknown),
-    and the names of those around them. All collectives up to `completed` are complete.
+    and the name of the first one that is not complete. All up to `completed` are.
 
     The recorder's own `last_completed_collective` counts otherwise, or is -1, for some backends.
     """
-    numbers = [entry["collective_seq_id"] for entry in entries]
-    open_numbers = [entry["collective_seq_id"] for entry in entries if not is_done(entry)]
-    enqueued = max(numbers, default=0)
-    completed = min(open_numbers, default=enqueued + 1) - 1
-    names = {}
-    for entry in entries:
-        number = entry["collective_seq_id"]
-        if abs(number - completed) <= NAMES or number == enqueued:
-            names[str(number)] = name_of_entry(entry)
+    enqueued = max((entry["collective_seq_id"] for entry in entries), default=0)
+    waiting = [entry for entry in entries if not is_done(entry)]
+    completed = waiting[0]["collective_seq_id"] - 1 if waiting else enqueued
     started = -1
     if entries:
         status = statuses.get(str(entries[-1].get("pg_id")), {})
         started = int(status.get("last_started_collective", -1))
+    names = {str(completed + 1): name_of_entry(entry) for entry in waiting[:1]}
     return {"enqueued": enqueued, "completed": completed, "started": started, "names": names}
 
 
@@ -501,30 +441,20 @@ def function_of_torch_distributed() -> str:
     return name
 
 
-def lines_of_script() -> list[str]:
-    """Where the main thread is: in the files of the script's own directory, and outside of PyTorch.
-
-    "in FUNCTION() at FILE:LINE"; "" if it is nowhere there.
+def line_in_script(frames: list) -> str:
+    """Where they are in the files of the script's own directory: "in FUNCTION() at FILE:LINE"; ""
+    if they are nowhere there. frames: the innermost one first
     """
     script = getattr(sys.modules["__main__"], "__file__", None) or "."
     directory = os.path.dirname(os.path.realpath(script))
-    own = outside = ""
-    for frame in frames_of_main_thread():
-        file = os.path.realpath(frame.f_code.co_filename)
-        if os.path.dirname(file) == OWN_DIRECTORY:
-            continue
-        if not outside and not PYTORCH.search(file):
-            outside = line_of(frame, "/".join(file.split("/")[-2:]))
-        if file.startswith(f"{directory}/") and not LIBRARY.search(file):
-            own = line_of(frame, os.path.relpath(file, directory))
-            break
-    return [own or outside, outside]
-
-
-def line_of(frame, file: str) -> str:
-    name = frame.f_code.co_name
-    function = "" if name == "<module>" else f"in {name}() "
-    return f"{function}at {file}:{frame.f_lineno}"
+    for frame in frames:
+        path = os.path.realpath(frame.f_code.co_filename)
+        file = os.path.relpath(path, directory)
+        if os.path.dirname(path) != OWN_DIRECTORY and not ELSEWHERE.search(file):
+            name = frame.f_code.co_name
+            function = "" if name == "<module>" else f"in {name}() "
+            return f"{function}at {file}:{frame.f_lineno}"
+    return ""
 
 
 def frames_of_main_thread() -> list:

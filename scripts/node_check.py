@@ -148,8 +148,8 @@ def check_master(master: str, port: int, node_rank: int) -> None:
         return
     addresses = [info[4][0] for info in found]
     if node_rank == 0:
-        errors = [listen_error(info) for info in found]
-        if any(error and error.errno == errno.EADDRINUSE for error in errors):
+        errors = {listen_error(info) for info in found}
+        if errno.EADDRINUSE in errors:
             text = f"port {port} is in use here, on the master"
             refuse(f"{text}: set another MASTER_PORT on all nodes", "port")
         elif None not in errors:
@@ -159,31 +159,22 @@ def check_master(master: str, port: int, node_rank: int) -> None:
         text = f"master {master} resolves to {addresses[0]}, which is this node itself"
         refuse(f"{text}: {ADDRESS_REMEDY}")
     else:
-        errors = [connect_error(info) for info in found]
-        if None not in errors:
-            text = f"cannot connect to master node at {addresses[0]}:{port}: {errors[0]}"
+        try:
+            socket.create_connection((master, port), timeout=10).close()
+        except ConnectionRefusedError:  # the host answers; its store has not started yet
+            pass
+        except OSError as error:
+            text = f"cannot connect to master node at {addresses[0]}:{port}: {error}"
             refuse(f"{text}: is {master} up? If not, {ADDRESS_REMEDY}", "node lost")
 
 
-def listen_error(info: tuple) -> OSError | None:
+def listen_error(info: tuple) -> int | None:
     """info: from socket.getaddrinfo()"""
     family, _, _, _, address = info
     try:
         socket.create_server(address, family=family).close()
     except OSError as error:
-        return error
-    return None
-
-
-def connect_error(info: tuple) -> OSError | None:
-    """info: from socket.getaddrinfo()"""
-    address = info[4]
-    try:
-        socket.create_connection(address[:2], timeout=10).close()
-    except ConnectionRefusedError:  # the host answers; its store has not started yet
-        return None
-    except OSError as error:
-        return error
+        return error.errno
     return None
 
 
@@ -309,9 +300,9 @@ def count_gpus() -> int:
     """The number of GPUs that this process may use, without PyTorch."""
     if not report.has_gpu():
         return 0
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        if name in os.environ:
-            return len([device for device in os.environ[name].split(",") if device not in HIDE_ALL])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device not in HIDE_ALL])
     with suppress(RuntimeError):
         if shutil.which("nvidia-smi"):
             return len(nvidia_smi())
@@ -433,12 +424,6 @@ def environment() -> list[Finding]:
         )
         remedy = "set LOG_DIR to a directory that all nodes see"
         findings.append(Finding("WARN", "environment", text, remedy))
-    for place in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if place and any(Path(place).glob("*.dist-info")):
-            text = f"PYTHONPATH has packages in {place}, which replace those of {sys.executable}"
-            findings.append(
-                Finding("WARN", "environment", text, "unset it if you do not need them")
-            )
     return findings or [Finding("OK", "environment", "no harmful variables")]
 
 

@@ -93,14 +93,26 @@ def write_stop(number):
 
     The stop does not wait for a disk that does not answer.
     """
-    thread = threading.Thread(target=write_stop_now, args=[number], daemon=True)
-    thread.start()
-    thread.join(STOP_SECONDS)
+    within(STOP_SECONDS, write_stop_now, number)
 
 
 def write_stop_now(number):
     with suppress(OSError), open(os.environ.get("STOP_FILE", ""), "x") as file:
         file.write(signal.Signals(number).name)
+
+
+def within(limit, function, *arguments):
+    """What the function returns within so many seconds; None if it has raised, or goes on."""
+    results = []
+
+    def call():
+        with suppress(Exception):
+            results.append(function(*arguments))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(limit)
+    return results[0] if results else None
 
 
 def fail(text, cause="configuration"):

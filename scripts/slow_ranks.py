@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import json
+import os
 import statistics
 import time
 from contextlib import suppress
@@ -37,7 +39,6 @@ class SlowRankWatch:
     def __init__(self, watch: HangWatch, interval: float):
         self.watch = watch
         self.interval = interval
-        self.must_say = bool(seconds("SLOW_RANK_INTERVAL", 0)) and watch.rank == 0
         self.steps: list[dict] = []  # of this rank, since its last note
         self.last_end = 0  # of its steps
         # of rank 0
@@ -56,11 +57,10 @@ class SlowRankWatch:
                     store.set(keys[self.watch.rank], json.dumps(note))
                 if self.watch.rank > 0 or not note:
                     continue
-                if over.wait(self.interval / 4) or not store.check(keys):
-                    continue
-                self.compare([json.loads(text) for text in store.multi_get(keys)])
-                for key in keys:
-                    store.delete_key(key)  # each note is compared once
+                if not over.wait(self.interval / 4) and store.check(keys):
+                    self.compare([json.loads(text) for text in store.multi_get(keys)])
+                    for key in keys:
+                        store.delete_key(key)  # each note is compared once
 
     def own_note(self) -> dict | None:
         """This rank's arrivals in the steps since the last note; None if there are too few.
@@ -68,12 +68,7 @@ class SlowRankWatch:
         {"step_seconds": the usual time of a step; "arrivals": the usual arrival at each place in a
         step, in seconds}
         """
-        entries = collectives_of_all_ranks()
-        if entries and not have_times(entries) and self.must_say:
-            self.must_say = False
-            name = entries[0]["profiling_name"].split(":")[0]
-            say(f"guard.py: slow ranks are not named: PyTorch records no times of {name}")
-        for step in arrivals_in_steps(entries, list(self.watch.step_times)):
+        for step in arrivals_in_steps(list(self.watch.step_times)):
             if step["end"] > self.last_end:
                 self.last_end = step["end"]
                 self.steps.append(step)
@@ -128,17 +123,14 @@ def typical(values: list[float]) -> float:
     return statistics.fmean(ordered[tenth : len(ordered) - tenth])
 
 
-def have_times(entries: list[dict]) -> bool:
-    """Whether arrivals_in_steps() can tell them apart from waits for the GPU."""
-    is_gloo = all(entry["profiling_name"].startswith("gloo:") for entry in entries)
-    return is_gloo or have_durations(entries)
+@functools.cache
+def say_that_there_are_no_times() -> None:
+    """Once, to a user who has asked for them."""
+    if os.environ.get("SLOW_RANK_INTERVAL") and os.environ.get("RANK") == "0":
+        say("guard.py: slow ranks are not named: PyTorch records no times of these collectives")
 
 
-def have_durations(entries: list[dict]) -> bool:
-    return any("duration_ms" in entry for entry in entries)
-
-
-def arrivals_in_steps(entries: list[dict], step_times: list[int]) -> list[dict]:
+def arrivals_in_steps(step_times: list[int]) -> list[dict]:
     """When this rank arrived at the collectives of its steps; optimizer.step() began at step_times.
 
     For each step: {"end": nanoseconds since 1970; "seconds": its length; "arrivals": [...]}, in
@@ -153,8 +145,11 @@ def arrivals_in_steps(entries: list[dict], step_times: list[int]) -> list[dict]:
     collectives are asynchronous. With NCCL and without durations, there is no result: a host may
     wait for its GPU anywhere.
     """
-    has_durations = have_durations(entries)
-    if not have_times(entries):
+    entries = collectives_of_all_ranks()
+    has_durations = any("duration_ms" in entry for entry in entries)
+    is_gloo = all(entry["profiling_name"].startswith("gloo:") for entry in entries)
+    if not has_durations and not is_gloo:
+        say_that_there_are_no_times()
         return []
     steps: dict[int, list[dict]] = {}  # {index in step_times: collectives before that time}
     for entry in entries:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import re
 import shutil
@@ -215,6 +216,30 @@ def test_a_script_that_does_not_exist_is_named(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr == f"guard.py: error: there is no absent.py in {tmp_path}\n"
+
+
+EXEC = """if step == 0 and "AGAIN" not in os.environ:
+            child = os.fork() or os.execlp("true", "true")  # not the rank
+            os.waitpid(child, 0)
+            os.environ["AGAIN"] = "1"
+            os.{call}
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "execv(sys.executable, [sys.executable, '-c', ''])",
+        "execve(sys.executable, [sys.executable, '-c', ''], os.environ)",
+        "execlp(sys.executable, sys.executable, '-c', '')",
+        "posix_spawn('/bin/true', ['true'], os.environ); sys.exit()",
+    ],
+)
+def test_a_rank_that_becomes_another_program_says_that_it_is_not_watched(tmp_path, call):
+    result = run(2, write(tmp_path, EXEC.format(call=call)))
+    assert result.codes == [0, 0], result.err
+    count = 0 if "spawn" in call else 1
+    assert [text.count("which is not watched") for text in result.err] == [count, count]
 
 
 FORK = """
@@ -486,6 +511,7 @@ def test_a_shell_script_writes_the_failure_file_whatever_characters_it_has(tmp_p
     for name in ("failure", "failure.n7"):
         written = json.loads((tmp_path / name).read_text())
         assert abs(written.pop("time") - time.time()) < 60
+        assert abs(written.pop("written") - time.time()) < 60
         expected = {"cause": "configuration", "reason": reason, "host": "n7", "hosts": ["n7"]}
         assert written == expected
 
@@ -527,7 +553,6 @@ def test_ranks_in_any_order_are_formatted_as_ranges():
 
 UNCHANGED = """if step == 0:
             import faulthandler, signal, sys, threading
-            assert "/train_" not in os.environ.get("TRITON_CACHE_DIR", "")
             assert not faulthandler.unregister(signal.SIGQUIT)
             assert threading.active_count() == 1 and "hang" not in sys.modules
             assert torch.save.__module__ == "torch.serialization"
@@ -694,30 +719,9 @@ def test_a_port_that_another_program_uses_is_named(launches):
 def test_a_rank_whose_script_has_ended_is_named_by_those_that_wait_for_it(launches):
     result = launches["has ended"]
     assert result.codes == [1, 0, 1], result.err
-    text = f"waits for rank 1 on {HOST}, where the script has ended"
-    assert text in result.err[0] + result.err[2] and text in failure_of(result)["reason"]
-
-
-NOT_SHARED = """if __import__("os").environ["RANK"] == "1":
-    import os
-
-    os.path.exists = lambda path, real=os.path.exists: ".mark_" not in str(path) and real(path)
-"""
-
-
-@pytest.mark.parametrize("before", ["", NOT_SHARED])
-def test_a_node_that_does_not_see_the_run_directory_says_so_at_the_first_launch(tmp_path, before):
-    """Simulated here."""
-    script = tmp_path / "my_train.py"
-    script.write_text("print('the script ran')\n")
-
-    def env(_rank) -> dict:
-        return {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-
-    result = run(2, script, f"--checkpoint-dir={tmp_path}/run", env=env, before=before)
-    warning = f"WARNING: {HOST} does not find the file that rank 0 has written to {tmp_path}: "
-    assert result.codes == [0, 0] and (warning in result.err[1]) == bool(before), result.err
-    assert os.listdir(tmp_path) == ["my_train.py"] and warning not in result.err[0]
+    text = failure_of(result)["reason"]
+    line = rf"waits in main\(\) at my_train.py:\d+ for rank 1 on {HOST}, where the script has ended"
+    assert re.search(line, text) and text in result.err[0] + result.err[2]
 
 
 def test_a_process_of_another_job_does_not_disturb_the_job(tmp_path):
@@ -741,12 +745,12 @@ def test_a_process_of_another_job_does_not_disturb_the_job(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("busy", "rank 1 on {host} is at collective "),
+        ("busy", "rank 1 on {host} is late; the others wait at collective "),
         ("another collective", "rank 1 on {host} is at collective "),
         ("another collective, PyTorch 2.8", "rank 1 on {host} is at collective "),
         ("not initialized", "rank 1 on {host} is not in a function of torch.distributed"),
-        ("rank 1 stopped", "rank 1 on {host} does not answer; the others are at "),
-        ("rank 0 stopped", "rank 0 on {host} does not answer; the others are at "),
+        ("rank 1 stopped", "rank 1 on {host} does not answer; the others wait at "),
+        ("rank 0 stopped", "rank 0 on {host} does not answer; the others wait at "),
         ("rank 0 and the store stopped", "rank 0 on {host} or its torchrun does not answer; the "),
     ],
 )
@@ -771,7 +775,7 @@ def test_a_hang_ends_although_the_output_is_closed(launches):
     """As after the `tee` that wrote the log was killed."""
     result = launches["output closed"]
     assert result.codes == [1, 1, 1]
-    assert f"rank 1 on {HOST} is at collective " in failure_of(result)["reason"]
+    assert f"rank 1 on {HOST} is late" in failure_of(result)["reason"]
 
 
 @needs_recorder
@@ -785,33 +789,23 @@ def test_a_rank_that_works_alone_is_not_a_hang_while_nobody_waits(launches):
 # ---------------------------------------------------------- hang verdict: positions and recorders
 
 
-@pytest.mark.parametrize("state", ["does not answer", "has ended", "of another launcher"])
-def test_only_a_silent_process_of_the_same_launcher_is_killed(monkeypatch, state):
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_only_a_process_of_the_same_launcher_is_killed(monkeypatch, is_ours):
     """Whoever reaches the store can write the id of any process into it."""
-    child = subprocess.Popen(["sleep", "1000"])
-    try:
-        watch = watch_of(0, 2, None)
-        watch.infos = [{"host": HOST, "pid": child.pid}] * 2
-        monkeypatch.setattr(time, "sleep", lambda seconds: None)
-        monkeypatch.setattr(os, "_exit", lambda code: None)
-        if state != "of another launcher":  # this test is the launcher of the child
+    with running(["sleep", "1000"]) as child:
+        if is_ours:  # this test is the launcher of the child
             monkeypatch.setattr(os, "getppid", os.getpid)
-        watch.report({0: note(2, 1)}, {1: state})
-        if state != "does not answer":
-            child.terminate()
-        assert -child.wait(60) == (signal.SIGKILL if state == "does not answer" else signal.SIGTERM)
-    finally:
-        child.kill()
-        child.wait()
+        hang.kill_sibling({"host": HOST, "pid": child.pid})
+        child.terminate()
+        assert -child.wait(60) == (signal.SIGKILL if is_ours else signal.SIGTERM)
 
 
-def note(enqueued: int, completed: int, name="nccl2:all_reduce [[55]]", waits=None, **more) -> dict:
+def note(enqueued: int, completed: int, name="nccl2:all_reduce [[55]]", started=-1) -> dict:
     """What a rank writes to the store. It waits if a collective is incomplete."""
-    names = {str(number): name for number in range(completed - 2, enqueued + 1)}
-    group = {"enqueued": enqueued, "completed": completed, "started": -1, "names": names} | more
-    if waits is None:
-        waits = name if enqueued > completed else ""
-    return {"steps": 7, "quiet": 540, "waits": waits, "groups": {"nccl2 0": group}}
+    waits = name if enqueued > completed else ""
+    names = {str(completed + 1): name} if waits else {}
+    group = {"enqueued": enqueued, "completed": completed, "started": started, "names": names}
+    return {"quiet": 540, "waits": waits, "groups": {"nccl2 0": group}}
 
 
 @pytest.fixture
@@ -820,20 +814,19 @@ def store():
     return dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
 
 
-def watch_of(rank: int, size: int, store, infos=None):
+def watch_of(rank: int, size: int, store):
     """What a rank has after the rank check, without its threads: all are on this host."""
     watch = hang.HangWatch.__new__(hang.HangWatch)
     watch.rank = rank
     watch.size = size
     watch.store = store
-    watch.infos = infos or [{"host": HOST, "pid": 1}] * size
-    watch.steps = 7
+    watch.infos = [{"host": HOST, "pid": 1}] * size
     watch.quiet = 540.0
     return watch
 
 
 @pytest.mark.parametrize("state", ["answers", "does not answer", "has ended"])
-def test_rank_zero_collects_the_notes_or_the_next_rank_that_answers(store, monkeypatch, state):
+def test_one_rank_reports_the_notes_of_those_that_answer(store, monkeypatch, capsys, state):
     monkeypatch.setattr(hang, "POLL", -2)  # wait 1 s for the notes
     watches = [watch_of(rank, 4, store) for rank in range(4)]
     if state == "has ended":
@@ -842,17 +835,76 @@ def test_rank_zero_collects_the_notes_or_the_next_rank_that_answers(store, monke
     with ThreadPoolExecutor() as pool:
         for watch in watches[first:]:
             watch.publish(watch.own_note())
-        results = list(pool.map(lambda watch: watch.exchange_notes(), watches[first:]))
-    silent = {0: state} if first else {}
-    assert (list(results[0][0]), results[0][1]) == (list(range(first, 4)), silent)
-    to_kill = silent if state == "does not answer" else {}
-    assert results[1:] == [({}, to_kill)] * len(results[1:])
+        silent = list(pool.map(lambda watch: watch.collect(), watches[first:]))
+    assert silent == [[0] if state == "does not answer" else []] * len(silent)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (f"rank 0 on {HOST} {state}; " in line) == bool(first)
 
 
 def verdict(notes) -> str:
-    infos = [{"host": "node01"}] * len(notes)
     usual, at_fault = hang.find_fault(dict(enumerate(notes)))
-    return hang.where_ranks_are(usual, at_fault, infos)
+    return hang.where_ranks_are(usual, at_fault, [{"host": f"n{rank}"} for rank in range(9)])
+
+
+AHEAD = [note(1040, 1000), note(1043, 1000), note(1000, 1000), note(1043, 1000)]
+OTHER_NAME = note(11, 10, name="nccl2:broadcast [[7]]")
+NOT_RECORDED = {"quiet": 540, "waits": "init_process_group", "groups": {}}
+
+
+def chain() -> list[dict]:
+    """Ranks 0 and 1, 1 and 2 share a group. Rank 2 is busy, so that 1 waits, so that 0 waits."""
+    notes = [note(5, 4), note(4, 4), note(8, 8)]
+    notes[1]["waits"] = "all_reduce"
+    notes[1]["groups"]["nccl2 1"] = note(9, 8)["groups"]["nccl2 0"]
+    notes[2]["groups"] = {"nccl2 1": notes[2]["groups"]["nccl2 0"]}
+    return notes
+
+
+def group_of_two() -> list[dict]:
+    """In a group of ranks 1 and 2, the GPU of rank 1 has not started."""
+    notes = [note(12, 12), note(12, 12), note(12, 12)]
+    for rank in (1, 2):
+        notes[rank]["groups"]["nccl2 1"] = note(5, 4, started=3 + rank)["groups"]["nccl2 0"]
+        notes[rank]["waits"] = "all_reduce"
+    return notes
+
+
+AT_11 = "at collective 11 (nccl2:all_reduce [[55]])"
+
+
+@pytest.mark.parametrize(
+    ("notes", "text"),
+    [
+        # The hosts of the others run ahead of their GPUs by different numbers of collectives.
+        (AHEAD, "rank 2 on n2 is late; the others wait at collective 1001 (nccl2:all_reduce"),
+        # The root of a broadcast completes it before the other ranks do.
+        ([note(12, 11), note(11, 9), note(9, 9)], "rank 2 on n2 is late; the others wait at col"),
+        ([note(41, 40), note(11, 10), note(11, 10)], f"all ranks wait {AT_11}: check the network"),
+        ([note(20, 10), note(14, 10), note(11, 10)], f"all ranks wait {AT_11}: check the network"),
+        (
+            [note(20, 10, started=11), note(14, 10, started=10), note(11, 10, started=11)],
+            f"rank 1 on n1 is {AT_11}, which its GPU has not started; the others wait {AT_11}",
+        ),
+        (
+            [note(20, 10), note(11, 10), OTHER_NAME],
+            f"rank 2 on n2 is at collective 11 (nccl2:broadcast [[7]]); the others wait {AT_11}",
+        ),
+        (chain(), "rank 2 on n2 is late; the others wait at collective 9 "),
+        (group_of_two(), "rank 1 on n1 is at collective 5 (nccl2:all_reduce [[55]]), which its "),
+        (
+            [NOT_RECORDED, NOT_RECORDED | {"waits": ""}, NOT_RECORDED],
+            "rank 1 on n1 is not in a function of torch.distributed; the others wait in init_",
+        ),
+        ([NOT_RECORDED, NOT_RECORDED], "all ranks wait in init_process_group: check the network"),
+    ],
+)
+def test_the_verdict_names_the_rank_for_which_the_others_wait(notes, text):
+    assert verdict(notes).startswith(text)
+
+
+def test_other_sizes_in_a_gather_are_no_other_collective():
+    entry = {"profiling_name": "nccl2:all_to_all"}
+    assert hang.name_of_entry(entry | {"input_sizes": [[5]]}) == "nccl2:all_to_all"
 
 
 def hosts_to_blame(notes, silent=()) -> list[str]:
@@ -869,112 +921,31 @@ def test_a_host_is_blamed_for_its_silence_or_its_gpu_and_not_for_its_script():
     assert hosts_to_blame([note(11, 10, started=11), note(11, 10, started=10)]) == ["n1"]
 
 
-def lines(at_fault, *own, outside="in fit() at a/trainer.py:9") -> str:
-    notes = {rank: {"lines": [line, outside]} for rank, line in enumerate(own)}
-    return hang.lines_of_ranks(notes, dict.fromkeys(at_fault, "is late"))
+def lines(at_fault, *own) -> list[str]:
+    return hang.lines_of_ranks({rank: {"line": line} for rank, line in enumerate(own)}, at_fault)
 
 
 def test_ranks_are_grouped_by_the_lines_of_the_script_those_at_fault_first():
     save, validate = "in save() at train.py:120", "in validate() at train.py:88"
-    expected = f"rank 2 is {save}; ranks 0-1,3 are {validate}; "
+    expected = [f"rank 2 is {save}", f"ranks 0-1,3 are {validate}"]
     assert lines([2], validate, validate, save, validate) == expected
     assert lines([], validate, validate, save, validate) == expected  # the odd one
-    assert lines([1], validate, save) == f"rank 1 is {save}; rank 0 is {validate}; "
-    text = lines([], *[f"at train.py:{rank % 8}" for rank in range(64)])
-    assert len(text) < 300 and text.endswith("at train.py:3; 32 ranks are elsewhere; ")
+    assert lines([1], validate, save) == [f"rank 1 is {save}", f"rank 0 is {validate}"]
+    assert lines([], "", save) == [f"rank 1 is {save}"]
+    texts = lines([], *[f"at train.py:{rank % 8}" for rank in range(64)])
+    assert len(texts) == 5 and texts[-1] == "32 more are elsewhere"
 
 
-def test_the_lines_of_a_library_are_named_if_those_of_the_script_are_the_same():
-    notes = {0: {"lines": ["at t.py:1", "at l/a.py:2"]}, 1: {"lines": ["at t.py:1", "at l/b.py:3"]}}
-    expected = "rank 1 is at l/b.py:3; rank 0 is at l/a.py:2; "
-    assert hang.lines_of_ranks(notes, {1: "is late"}) == expected
-    assert hang.lines_of_ranks({0: notes[0], 1: notes[0]}, {}) == "ranks 0-1 are at t.py:1; "
-    assert hang.lines_of_ranks({0: {"lines": ["", ""]}, 1: {}}, {}) == ""
-
-
-def test_only_the_rank_behind_the_first_incomplete_collective_is_at_fault():
-    """The hosts of the others run ahead of their GPUs by different numbers of collectives."""
-    ahead = [1040, 1043, 1043, 1000, 1041, 1043, 1042, 1043]
-    text = verdict([note(number, 1000) for number in ahead])
-    assert text.startswith(
-        "rank 3 on node01 is at collective 1000 (nccl2:all_reduce [[55]]), 7 steps done; "
-        "the others are at collective 1001 (nccl2:all_reduce [[55]])"
-    )
-
-
-def test_a_rank_that_has_completed_more_than_the_others_does_not_move_the_verdict():
-    """The root of a broadcast completes it before the other ranks do."""
-    text = verdict([note(12, 11), note(11, 9), note(9, 9)])
-    assert "rank 2 on node01 is at collective 9 " in text and "rank 1 " not in text
-    assert "the others are at collective 10 (" in text
-
-
-def test_the_root_of_many_broadcasts_is_not_at_fault_although_the_name_of_the_first_is_gone():
-    text = verdict([note(41, 40), note(11, 10), note(11, 10)])
-    assert text.startswith("all ranks are at collective 11 (nccl2:all_reduce [[55]])")
-
-
-def test_the_network_or_a_gpu_is_at_fault_if_all_ranks_have_enqueued_the_collective():
-    text = verdict([note(20, 10), note(14, 10), note(11, 10)])
-    expected = "all ranks are at collective 11 (nccl2:all_reduce [[55]])"
-    assert text == f"{expected}: check the network and the GPUs"
-    notes = [note(20, 10, started=11), note(14, 10, started=10), note(11, 10, started=11)]
-    text = verdict(notes)
-    assert text.startswith("rank 1 on node01 is at collective 11 (nccl2:all_reduce [[55]]), which ")
-    assert "which its GPU has not started, 7 steps done; the others are at collective 11 " in text
-
-
-def test_a_rank_in_another_collective_is_at_fault_but_other_sizes_in_a_gather_are_not():
-    other = note(11, 10, name="nccl2:broadcast [[7]]")
-    text = verdict([note(20, 10), note(11, 10), other])
-    assert text.startswith(
-        "rank 2 on node01 is at collective 11 (nccl2:broadcast [[7]]), 7 steps done; "
-        "the others are at collective 11 (nccl2:all_reduce [[55]])"
-    )
-    entry = {"profiling_name": "nccl2:all_to_all"}
-    names = [hang.name_of_entry(entry | {"input_sizes": [[size]]}) for size in (5, 6, 7)]
-    text = verdict([note(11, 10, name=name) for name in names])
-    assert text.startswith("all ranks are at collective 11 (nccl2:all_to_all)")
-
-
-def test_a_rank_that_waits_in_another_process_group_is_not_at_fault():
-    """Ranks 0 and 1, 1 and 2 share a group. Rank 2 is busy, so that 1 waits, so that 0 waits."""
-
-    def group(enqueued, completed) -> dict:
-        return note(enqueued, completed)["groups"]["nccl2 0"]
-
-    notes = [
-        {"steps": 7, "quiet": 540, "waits": "all_reduce", "groups": {"nccl2 a": group(5, 4)}},
-        {"steps": 7, "quiet": 540, "waits": "all_reduce", "groups": {"nccl2 a": group(4, 4)}},
-        {"steps": 7, "quiet": 540, "waits": "", "groups": {"nccl2 b": group(8, 8)}},
-    ]
-    notes[1]["groups"]["nccl2 b"] = group(9, 8)
-    text = verdict(notes)
-    assert "rank 2 on node01 is at collective 8 " in text and "rank 1 " not in text
-    assert "the others are at collective 9 " in text
-
-
-def test_a_hang_in_a_group_of_some_ranks_names_the_gpu_that_has_not_started():
-    notes = [note(12, 12), note(12, 12), note(12, 12)]
-    for rank in (1, 2):
-        position = note(5, 4, started=3 + rank)["groups"]["nccl2 0"]
-        notes[rank]["groups"]["nccl2 1"] = position
-        notes[rank]["waits"] = "all_reduce"
-    text = verdict(notes)
-    assert text.startswith("rank 1 on node01 is at collective 5 ") and "rank 2" not in text
-    assert ", which its GPU has not started, 7 steps done; the others are at collective 5" in text
-
-
-def test_a_rank_outside_is_at_fault_while_the_others_initialize_nccl():
-    inside = {"steps": 0, "quiet": 540, "waits": "init_process_group", "groups": {}}
-    outside = {"steps": 0, "quiet": 540, "waits": "", "groups": {}}
-    text = verdict([inside, outside, inside])
-    assert text.startswith(
-        "rank 1 on node01 is not in a function of torch.distributed, 0 steps done; "
-        "the others are in init_process_group"
-    )
-    text = verdict([inside, inside])
-    assert text.startswith("all ranks are in init_process_group: check the network")
+def test_the_line_is_the_innermost_one_of_the_script_s_own_directory(monkeypatch):
+    """Not in a library, which may be in a virtual environment there; nor in guard.py's files."""
+    files = [torch.__file__, "/run/.venv/lib/python3.11/site-packages/lightning/fit.py"]
+    files += [hang.__file__, "/run/src/model.py", "/run/train.py", "<frozen runpy>"]
+    codes = [SimpleNamespace(co_filename=file, co_name="forward") for file in files]
+    frames = [SimpleNamespace(f_code=code, f_lineno=7) for code in codes]
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__="/run/train.py"))
+    assert hang.line_in_script(frames) == "in forward() at src/model.py:7"
+    del frames[3:5]
+    assert hang.line_in_script(frames) == ""
 
 
 @pytest.mark.parametrize(
@@ -1043,12 +1014,7 @@ def test_the_limit_follows_the_timeout_of_the_process_group():
     watch = hang.HangWatch.__new__(hang.HangWatch)
     watch.fixed_timeout = None
     watch.quiet = 60.0
-    assert watch.timeout() == 540  # as with NCCL
-
-    def init_process_group(timeout):
-        return watch.timeout()
-
-    assert init_process_group(timedelta(hours=1)) == 3240
+    assert watch.timeout() == math.inf  # init_process_group() has a timeout and an error
     for timeout, limit in ((None, 1620), (timedelta(hours=2), 6480)):
         store = dist.HashStore()
         dist.init_process_group("gloo", timeout=timeout, rank=0, world_size=1, store=store)

@@ -184,7 +184,7 @@ def test_the_clocks_of_two_hosts_may_be_5_seconds_apart(monkeypatch, capsys):
     monkeypatch.setattr(time, "time", lambda: real() - 5.7 * (threads[1] is current_thread()))
     current_thread = threading.current_thread
 
-    def steps_until_now(_entries, _step_times) -> list[dict]:
+    def steps_until_now(_step_times) -> list[dict]:
         rank = threads.index(current_thread())
         now = time.time_ns()
         seconds = 0.06 if rank == 1 else 0.02
