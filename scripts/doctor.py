@@ -6,10 +6,10 @@
                                                                    every launcher
 
 It checks each machine: software, GPUs, shared memory, environment, disks.
-In a launch, all ranks also connect to a store with time limits, so that it can name ranks that are
-missing or different. Then each node connects to each other node and looks for the run directory
-of rank 0, and an all_reduce over all ranks is timed. That takes less than a minute. It writes an
-empty file to the run directory, and removes it.
+In a launch, all ranks also connect to a store, and rank 0 names those that are different, or have
+not come within RANK_TIMEOUT seconds [300]. Then each node connects to each other node and looks for
+the run directory of rank 0, and an all_reduce over all ranks is timed. That takes less than a
+minute. It writes an empty file to the run directory, and removes it.
 
 It prints one line per finding: OK, WARN or FAIL, what was found, what to do. Exit code: 0 no
 problem, 1 a warning, 2 a failure. In a launch, a warning is also 0, because launchers treat any
@@ -39,7 +39,6 @@ import report
 from node_check import Finding, existing, first_line, run_directory
 from report import HOST, format_ranges, ranks_by_host, wait_for
 
-MEET_SECONDS = 20  # for all ranks to connect to the store
 CONNECT_SECONDS = 4  # for one node to connect to another
 CHECK_SECONDS = 20  # for each check of all ranks
 MARK_SECONDS = 5  # for a network file system to show a new file
@@ -116,14 +115,15 @@ class Rank:
         self.size = self.world["WORLD_SIZE"]
         self.master = os.environ["MASTER_ADDR"]
         self.request = request
+        self.timeout = report.seconds("RANK_TIMEOUT", 300)
         self.findings: list[Finding] = []
-        self.infos: list[dict | None] = []  # of all ranks; None: it is missing
-        self.present = list(range(self.size))
+        self.infos: list[dict | None] = []  # on rank 0, of all ranks; None: it is missing
+        self.job = {"missing": []}  # what rank 0 tells all: see compare_ranks()
         self.doing = "checking its machine"
 
     def run(self) -> None:
         """Run all checks and exit."""
-        signal.alarm(150)  # in case anything hangs
+        signal.alarm(int(self.timeout) + 150)  # in case anything hangs
         failed = False
         try:
             self.check_job()
@@ -143,16 +143,14 @@ class Rank:
 
     def check_job(self) -> None:
         """Collective: every rank."""
-        info = self.describe()
-        self.meet(info)
-        if self.rank == 0:
-            self.compare_ranks()
+        self.meet(self.describe())
         self.check("network", self.reach_nodes, "allow all ports between the nodes")
         remedy = "put --checkpoint-dir on a file system that all nodes share"
         self.check("run directory", self.find_mark, remedy)
-        self.mark().unlink(missing_ok=True)
-        if self.size > 1 and None not in self.infos:
-            guard.choose_interface(len(ranks_by_host(self.infos)))
+        if self.rank == 0:
+            self.mark.unlink(missing_ok=True)
+        if self.size > 1 and not self.job["missing"]:
+            guard.choose_interface(self.job["hosts"])
             remedy = "search docs/TROUBLESHOOTING.md for this, or set NCCL_DEBUG=WARN"
             self.check("all_reduce", self.all_reduce, remedy)
         self.send("done", True)
@@ -167,12 +165,15 @@ class Rank:
             outcome = ThreadPoolExecutor().submit(function).result(limit)
         except Exception as error:  # if a GPU or NCCL hangs, the thread goes on
             outcome = False, first_line(error)
-        outcomes = self.exchange(name, outcome, limit)
+        self.exchange(name, outcome, limit, lambda values: self.judge(name, values, remedy))
+
+    def judge(self, name: str, outcomes: list, remedy: str) -> None:
+        """On rank 0."""
         failures = []
-        for rank in self.present:
+        for rank, info in enumerate(self.infos):
             passed, text = outcomes[rank] or (False, "no answer")
-            if not passed:
-                where = f"rank {rank} on {self.infos[rank]['host']}"
+            if info and not passed:
+                where = f"rank {rank} on {info['host']}"
                 failures.append(Finding("FAIL", name, text, remedy, where))
         self.findings += failures or [Finding("OK", name, outcomes[0][1])]
 
@@ -185,17 +186,19 @@ class Rank:
         """What each rank sends; None for those that do not, or are missing. Only for rank 0."""
         deadline = time.monotonic() + seconds
         values = [None] * self.size
-        for rank in self.present:
+        for rank in set(range(self.size)).difference(self.job["missing"]):
             text = wait_for(self.store, f"{name} {rank}", deadline)
             if text:
                 values[rank] = json.loads(text)
         return values
 
-    def exchange(self, name: str, value, seconds: float) -> list:
-        """What gather() returns, on all ranks. Collective: every rank."""
+    def exchange(self, name: str, value, seconds: float, answer):
+        """Send a value to rank 0. Returns, on all ranks, the answer to all values there: small,
+        because thousands read it. Collective: every rank.
+        """
         self.send(name, value)
         if self.rank == 0:
-            self.store.set(name, json.dumps(self.gather(name, seconds)))
+            self.store.set(name, json.dumps(answer(self.gather(name, seconds))))
         text = wait_for(self.store, name, time.monotonic() + 2 * seconds + 10)
         if text is None:
             raise TimeoutError("it does not answer")
@@ -217,13 +220,9 @@ class Rank:
         gpus = torch.cuda.device_count()
         self.backend = node_check.requested_backend(self.request, gpus)
         self.device = torch.device("cpu")
-        nccl = "none"
-        if gpus:
-            nccl = ".".join(map(str, torch.cuda.nccl.version()))
         if self.backend == "nccl":
             self.device = torch.device("cuda", self.world["LOCAL_RANK"] % max(1, gpus))
         info["same"]["Python"] = platform.python_version()
-        info["same"]["NCCL"] = nccl
         info["same"]["backend"] = self.backend
         info["findings"] = self.findings
         info["directory"] = str(existing(Path(directory)))
@@ -243,76 +242,80 @@ class Rank:
         port = self.world["MASTER_PORT"]
         self.doing = f"connecting to the store of rank 0 at {self.master}:{port}"
         # Fails if the name is unknown, which PyTorch would retry for minutes.
-        info["address"] = address_towards(self.master)
-        opening = ThreadPoolExecutor().submit(guard.open_store, self.world, MEET_SECONDS)
-        self.store = opening.result(MEET_SECONDS + 5)  # another program may listen there
+        info["address"] = address_towards(self.master) if self.rank else self.master
+        opening = ThreadPoolExecutor().submit(guard.open_store, self.world, self.timeout)
+        self.store = opening.result(self.timeout + 5)  # another program may listen there
         self.doing = "waiting for rank 0"
-        self.infos = self.exchange("info", info, MEET_SECONDS)
-        self.present = [rank for rank in self.present if self.infos[rank]]
-        if self.rank not in self.present:
+        self.job = self.exchange("info", info, self.timeout, self.compare_ranks)
+        self.mark = Path(self.job["mark"])
+        if self.rank in self.job["missing"]:
             raise TimeoutError("it had stopped waiting")
 
-    def compare_ranks(self) -> None:
-        """Report which ranks are missing and which differ."""
-        hosts = ", ".join(ranks_by_host(self.infos))
-        missing = [rank for rank, info in enumerate(self.infos) if info is None]
-        text = f"all {self.size} are here, on {hosts}"
+    def compare_ranks(self, infos: list[dict | None]) -> dict:
+        """On rank 0: which ranks are missing and which differ. Returns what all ranks must know."""
+        self.infos = infos
+        nodes = ranks_by_host(infos)
+        missing = [rank for rank, info in enumerate(infos) if info is None]
+        text = f"all {self.size} are here, on {', '.join(nodes)}"
         level = "OK"
         if missing:
             level = "FAIL"
-            text = f"{format_ranges(missing)} of {self.size} did not answer within {MEET_SECONDS} s"
-            text += f"; the others are on {hosts}"
+            text = f"{format_ranges(missing)} of {self.size} did not answer within "
+            text += f"{self.timeout:.0f} s (RANK_TIMEOUT); the others are on {', '.join(nodes)}"
         remedy = f"see their logs, and check that their hosts reach {self.master}"
         self.findings.append(Finding(level, "ranks", text, remedy))
-        for rank in self.present[1:]:
-            self.findings += [Finding(*fields) for fields in self.infos[rank]["findings"]]
-        same = self.infos[0]["same"]
+        for info in filter(None, infos[1:]):
+            self.findings += [Finding(*fields) for fields in info["findings"]]
+        same = infos[0]["same"]
         text = ", ".join(f"{what} {value}" for what, value in same.items())
         failures = []
-        for difference in guard.find_differences(self.infos):
+        for difference in guard.find_differences(infos):
             remedy = "all nodes need the same software"
             failures.append(Finding("FAIL", "same everywhere", difference, remedy))
         self.findings += failures or [Finding("OK", "same everywhere", text)]
+        leaders = [infos[ranks[0]] for ranks in nodes.values()]
+        places = [(info["host"], info["address"], info["port"]) for info in leaders]
+        self.store.set("nodes", json.dumps(places))
+        first = infos[0]
+        mark = Path(first["directory"], f".mark_{first['host']}_{first['pid']}")
+        return {"missing": missing, "hosts": len(nodes), "mark": str(mark)}
 
     # ---- what check() runs; each returns (passed, text)
 
     def reach_nodes(self) -> tuple[bool, str]:
         """The first rank of each node connects to those of the other nodes."""
-        leaders = [ranks[0] for ranks in ranks_by_host(self.infos).values()]
         problems = []
-        if self.rank in leaders:
-            leaders.remove(self.rank)
+        if self.world["LOCAL_RANK"] == 0:
+            nodes = json.loads(self.store.get("nodes"))
+            others = [place for place in nodes if place[0] != HOST]
             with ThreadPoolExecutor(32) as pool:
-                problems = [text for text in pool.map(self.reach, leaders) if text]
+                problems = [text for text in pool.map(self.reach, others) if text]
         if problems:
             return False, "; ".join(problems)
         return True, "each node connects to each other node by TCP"
 
-    def reach(self, rank: int) -> str:
-        """Why this process cannot connect to that rank; "" if it can."""
-        info = self.infos[rank]
-        address = self.master if rank == 0 else info["address"]
+    def reach(self, place: list) -> str:
+        """Why this process cannot connect to that node; "" if it can."""
+        host, address, port = place
         try:
-            socket.create_connection((address, info["port"]), CONNECT_SECONDS).close()
+            socket.create_connection((address, port), CONNECT_SECONDS).close()
         except OSError as error:
-            return f"cannot connect to {info['host']}: {error}"
+            return f"cannot connect to {host}: {error}"
         return ""
 
     def find_mark(self) -> tuple[bool, str]:
         """Whether this node has the run directory of rank 0, which writes a file to it."""
-        mark = self.mark()
         if self.rank == 0:
-            mark.touch()
+            self.mark.touch()
         deadline = time.monotonic() + MARK_SECONDS
-        while not os.path.exists(mark):  # a network file system may lag
+        while not self.mark.exists():  # a network file system may lag
             if time.monotonic() > deadline:
-                return False, f"does not find the file that rank 0 has written to {mark.parent}"
+                return (
+                    False,
+                    f"does not find the file that rank 0 has written to {self.mark.parent}",
+                )
             time.sleep(0.5)
-        return True, f"{mark.parent} is the same on all nodes"
-
-    def mark(self) -> Path:
-        first = self.infos[0]
-        return Path(first["directory"], f".mark_{first['host']}_{first['pid']}")
+        return True, f"{self.mark.parent} is the same on all nodes"
 
     def all_reduce(self) -> tuple[bool, str]:
         """Measure latency and bandwidth of an all_reduce over all ranks."""

@@ -115,10 +115,10 @@ def within(limit, function, *arguments):
     return results[0] if results else None
 
 
-def fail(text, cause="configuration", **more):
+def fail(text, cause="configuration"):
     """Print a user error and exit with code 2."""
     say(f"guard.py: error: {text}")
-    write_failure(cause, text, own_rank(), **more)
+    write_failure(cause, text, own_rank())
     sys.exit(2)
 
 
