@@ -390,6 +390,30 @@ def test_a_master_that_cannot_be_reached_is_named_at_once(cluster, repo):
     cluster.assert_nothing_left()
 
 
+@pytest.mark.parametrize("launcher", [AUTO, "run_distributed.slurm"])
+def test_a_host_whose_torchrun_never_comes_is_named_and_blamed(
+    cluster, repo, tmp_path, options, launcher
+):
+    """As if its file system did not answer."""
+    (hangs := tmp_path / "hangs.py").write_text("import time\ntime.sleep(300)\n")
+    words = [*options, f"--checkpoint-dir={tmp_path / 'run'}"]
+    env = {"RANK_TIMEOUT": "15", "MAX_RESTARTS": "0", "LOG_DIR": str(tmp_path)}
+    assert cluster.on("node02", "mount", "--bind", hangs, repo / "scripts/run_torchrun.py")[0] == 0
+    try:
+        if launcher == AUTO:
+            words = ["scripts/supervise.py", *words_of(AUTO), *words]
+            code, text = cluster.on("login", *words, cwd=repo, **env)
+        else:
+            words = ["--nodes=2", "--gpus-per-node=2", launcher, CONFIG, *words]
+            code, text = cluster.sbatch(repo, *words, **env)
+    finally:
+        assert cluster.on("node02", "umount", repo / "scripts/run_torchrun.py")[0] == 0
+    assert code == 1 and "node02 did not start within 15 s (RANK_TIMEOUT)" in text, text
+    record = json.loads((tmp_path / "attempts.jsonl").read_text().splitlines()[-1])
+    assert (record["cause"], record["suspects"]) == ("node lost", ["node02"])
+    cluster.assert_nothing_left()
+
+
 # ------------------------------------------------------------------ node.py, as launchers use it
 
 
