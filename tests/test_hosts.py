@@ -100,6 +100,22 @@ def test_the_master_is_the_first_host_unless_it_is_set(monkeypatch):
     assert hosts.choose_master({**env, "MASTER_PORT": "29400"}, FOUR)[1] == "29400"
 
 
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_the_hosts_that_are_connected_with_a_port_are_known(family):
+    """127.0.0.2 stands for another host; with IPv6, PyTorch's store gets its address mapped."""
+    both = family == socket.AF_INET6
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):  # this host itself
+            assert hosts.peers_of(port) == set()
+            other = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+            assert hosts.peers_of(port) == {"127.0.0.2"}
+            other.close()
+            server.accept()[0].close()
+    assert hosts.addresses_of("127.0.0.2") == {"127.0.0.2"}
+    assert hosts.addresses_of("absent.invalid") == set()
+
+
 def test_each_job_step_and_attempt_has_a_port():
     job = {"SLURM_JOB_ID": "17"}
     assert hosts.port_of_job(job) == hosts.port_of_job(job)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-import supervise
+import run_torchrun
 from harness import (
     OLD_PYTHONS,
     REPO,
@@ -273,8 +273,6 @@ def test_a_host_is_found_by_its_whole_name_or_by_the_only_one_like_it(tmp_path, 
     result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
     expected = f"--node-rank {rank} " if rank is not None else "Give node_rank"
     assert expected in result.stdout + result.stderr
-    name = supervise.name_among(hosts.split(), "gpu1.rack2")
-    assert name == (hosts.split()[rank] if rank is not None else None)
 
 
 def test_srun_takes_from_sbatch_nothing_that_limits_a_step(tmp_path):
@@ -615,19 +613,53 @@ def test_the_last_line_after_an_error_is_the_error(tmp_path):
     assert not list(tmp_path.glob("tmp*"))
 
 
-def test_a_rank_that_was_killed_is_reported(tmp_path):
+def test_a_rank_that_was_killed_is_named_with_its_signal_and_time(tmp_path):
     """It cannot report anything itself, and the others only lose it."""
     script = tmp_path / "my_train.py"
-    text = (
+    script.write_text(
         "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
     )
-    script.write_text(text)
     failure = tmp_path / "failure.json"
     env = {"TRAIN_SCRIPT": str(script), "PYTHON": sys.executable, "LOG_DIR": str(tmp_path)}
     env |= {"GUARD": "0", "NPROC_PER_NODE": "2", "FAILURE_FILE": str(failure)}
+    began = time.time()
     run_cluster_train(env)
     facts = json.loads(failure.read_text())
-    assert (facts["cause"], facts["host"]) == ("killed", os.uname().nodename)
+    assert (facts["cause"], facts["rank"], facts["host"]) == ("killed", 1, os.uname().nodename)
+    assert "SIGKILL" in facts["reason"] and began - 1 < facts["time"] < time.time()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "peers", "missing", "text"),
+    [
+        (3, {"10.0.0.2"}, ["n3"], "n3"),
+        (3, set(), ["n2", "n3"], "n2, n3"),
+        (3, {"192.168.7.9"}, [], "1 of 3 hosts"),  # of another network
+        (5, {"10.0.0.2"}, [], "3 of 5 hosts"),  # by hand: their names are not known
+    ],
+)
+def test_hosts_that_have_not_connected_are_named_if_that_is_certain(
+    monkeypatch, nodes, peers, missing, text
+):
+    addresses = {"n1": {"10.0.0.1"}, "n2": {"10.0.0.2", "fe80::2"}, "n3": {"10.0.0.3"}}
+    monkeypatch.setenv("HOST_LIST", " ".join(addresses))
+    monkeypatch.setattr(run_torchrun, "addresses_of", addresses.get)
+    monkeypatch.setattr(run_torchrun, "peers_of", lambda port: peers)
+    command = ["--nnodes", str(nodes), "--node-rank", "0", "--master-port", "29400"]
+    assert run_torchrun.Rendezvous(command).missing() == (missing, text)
+
+
+@pytest.mark.parametrize(
+    ("state", "stopped_by", "is_early"),
+    [("", 15, True), ("", 0, False), ("stopped", 0, True), ("finished", 15, False)],
+)
+def test_a_training_that_was_stopped_before_its_end_is_known(
+    tmp_path, monkeypatch, state, stopped_by, is_early
+):
+    monkeypatch.setenv("STATUS_FILE", str(tmp_path / "status"))
+    if state:
+        (tmp_path / "status").write_text(json.dumps({"state": state}))
+    assert run_torchrun.was_stopped(stopped_by) == is_early
 
 
 def run_cluster_train(env) -> subprocess.CompletedProcess:

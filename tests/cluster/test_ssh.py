@@ -172,17 +172,6 @@ def stubborn(cluster, repo, tmp_path):
 
 
 @pytest.mark.long
-def test_ctrl_c_at_the_start_is_not_lost(cluster, repo, tmp_path, tiny):
-    run = [f"--checkpoint-dir={tmp_path / 'run'}", *tiny, "--epochs=2000"]
-    launch = cluster.start("login", *words_of(AUTO), *run, cwd=repo)
-    wait_until(lambda: any("distributed.run" in p.line for p in cluster.processes()), launch)
-    time.sleep(1)  # torchrun is importing torch; there are no workers yet
-    press_ctrl_c(launch)
-    end_of(launch)
-    cluster.assert_nothing_left()
-
-
-@pytest.mark.long
 def test_a_terminal_that_closes_stops_and_saves_but_not_under_nohup(cluster, repo, tmp_path, tiny):
     command = [*words_of(AUTO), *tiny, f"--checkpoint-dir={tmp_path / 'run'}", "--epochs=2000"]
     launch = cluster.start("login", "nohup", *command, cwd=repo)
@@ -381,15 +370,6 @@ def test_a_spare_takes_the_place_of_a_host_that_cannot_be_reached(
     assert sorted(ranks) == [("0", "node01"), ("1", "node02")], text
 
 
-def test_a_master_that_cannot_be_reached_is_named_at_once(cluster, repo):
-    words = [AUTO, CONFIG, "2", "10.77.0.99", "node01"]
-    code, text = cluster.on("login", *words, cwd=repo)
-    assert code == 255
-    assert "error: 10.77.0.99 failed (exit code 255)" in text
-    assert "connect to host 10.77.0.99 port 22: No route to host" in text
-    cluster.assert_nothing_left()
-
-
 @pytest.mark.parametrize("launcher", [AUTO, "run_distributed.slurm"])
 def test_a_host_whose_torchrun_never_comes_is_named_and_blamed(
     cluster, repo, tmp_path, options, launcher
@@ -409,8 +389,9 @@ def test_a_host_whose_torchrun_never_comes_is_named_and_blamed(
     finally:
         assert cluster.on("node02", "umount", repo / "scripts/run_torchrun.py")[0] == 0
     assert code == 1 and "node02 did not start within 15 s (RANK_TIMEOUT)" in text, text
-    record = json.loads((tmp_path / "attempts.jsonl").read_text().splitlines()[-1])
-    assert (record["cause"], record["suspects"]) == ("node lost", ["node02"])
+    (log,) = tmp_path.rglob("attempts.jsonl")
+    record = json.loads(log.read_text())
+    assert record["cause"] == "node lost" and record["reports"][0]["hosts"] == ["node02"]
     cluster.assert_nothing_left()
 
 

@@ -18,7 +18,7 @@ CAUSES = {
     ("ssh", "SIGKILL"): {"killed"},
     ("sshd", "SIGKILL"): {"killed"},
     ("node.py", "SIGKILL"): {"killed"},
-    ("reaper", "SIGKILL"): {"finished"},
+    ("keeper", "SIGKILL"): {"killed"},
     ("script", "SIGKILL"): {"killed"},
     ("agent", "SIGKILL"): {"killed"},
     ("rank", "SIGKILL"): {"killed"},
@@ -28,7 +28,7 @@ CAUSES = {
     ("ssh", "SIGSTOP"): {"finished"},
     ("sshd", "SIGSTOP"): {"finished"},
     ("node.py", "SIGSTOP"): {"finished"},
-    ("reaper", "SIGSTOP"): {"finished"},
+    ("keeper", "SIGSTOP"): {"finished"},
     ("agent", "SIGSTOP"): {"finished"},
     ("rank", "SIGSTOP"): {"hang"},
     ("worker", "SIGSTOP"): {"hang"},
@@ -50,7 +50,7 @@ def kind_of(host: str, pid: int, line: str) -> str:
     if line.startswith("sshd"):
         return "sshd"
     if "ssh/node.py" in line:
-        return "reaper" if "node.py" in line_of(parent_of(pid)) else "node.py"
+        return "keeper" if "node.py" in line_of(parent_of(pid)) else "node.py"
     if "cluster_train.sh" in line or "run_torchrun.py" in line:
         return "script"
     if "torch.distributed.run" in line:
