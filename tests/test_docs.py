@@ -145,7 +145,7 @@ def test_a_run_is_replayed_as_the_guide_says(clone):
     code = "".join(text for language, text in page if language == "bash")
     printed = [run(command, clone) for command in commands(code)]
     assert len(printed) == 3
-    assert "Equal: 2 records, up to the train record of step 20" in printed[-1]
+    assert "2 records, up to the train record of step 20\nEqual: " in printed[-1]
 
 
 @pytest.mark.long  # test_minimal.py and test_supervise.py test the parts
