@@ -167,8 +167,8 @@ def check(args, place: Path) -> int:
     if noise:
         names = ", ".join(sorted(noise))
         print(f"check_resume.py: not compared, as two runs without a stop differ: {names}")
-    elif not findings:
-        print("check_resume.py: equal, bit for bit")
+    if not findings:
+        print(f"check_resume.py: {'all else is ' if noise else ''}equal, bit for bit")
     return 1 if findings else 2 if noise and not begin else 0
 
 

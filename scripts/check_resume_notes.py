@@ -72,6 +72,7 @@ class Recorder:
         self.reading = Pass()
         self.training = Pass()  # that of the last step
         self.steps = 0  # of the training
+        self.saves = 0
         self.saved_at = -STEPS
         self.firsts = []  # notes of the first steps of this attempt
         self.rows = []  # samples of these
@@ -118,6 +119,7 @@ class Recorder:
         """The script has saved something: once per step, note what this may be."""
         if self.firsts and self.saved_at != self.steps:
             self.saved_at = self.steps
+            self.saves += 1
             self.write("save", self.note(with_state=True))
             rows = [] if self.training.is_over else self.training.rows
             self.file.with_suffix(".rows").write_text(json.dumps(rows))
@@ -138,7 +140,8 @@ class Recorder:
         if len(self.firsts) < STEPS:
             self.on_first_step()
         elif self.notes_all_steps or self.steps < self.saved_at + STEPS:
-            self.write("step", self.note())
+            is_after_save = self.saves == 1 and self.steps == self.saved_at
+            self.write("step", self.note(with_state=is_after_save))
 
     def on_first_step(self) -> None:
         note = self.note(with_state=not self.firsts)
@@ -231,9 +234,14 @@ def judge_start(own: list[dict], rank_0: list[dict], first: dict) -> tuple[dict,
         if first["pairs"] not in [note["pairs"] for note in both]:
             findings.append("the optimizer's state was loaded for parameters in another order")
         return begin, findings
+    saved = {(note["attempt"], note["step"]): note["weights"] for note in saves}
+    is_swapped = any(  # for a save, as an average may be: what is loaded is not what trains
+        note["weights"] != saved.get((note["attempt"], note["step"]), note["weights"])
+        for note in past
+    )
     has_fewer = first["entries"] < max(note["entries"] for note in steps)
     has_state = len(states) < len(past)
-    if begins_again or (states and has_state) or (weights and has_fewer):
+    if begins_again or (states and has_state and not is_swapped) or (weights and has_fewer):
         text = f"the weights are those of {place_of(weights)}, the optimizer's state is that of"
         findings.append(f"{text} {place_of(states)}")
     return begin, findings
