@@ -30,8 +30,8 @@ Environment:
                   collectives; 0: slow ranks are not named      [60; with NCCL, 0]
     CHECK_FINITE  1: name the first step in which a gradient is not finite, its rank
                   and its layer                                             []
-    CHECK_RESUME  1, under supervise.py: an attempt notes what a later one compares, to know whether
-                  it goes on where this one stopped; else, the directory of these notes []
+    CHECK_RESUME  1: an attempt notes what a later one compares, to know whether it goes on where
+                  this one stopped; else, the directory of these notes [under supervise.py: 1]
     CHECK_TRAINING  0: not whether the ranks train one model together         [1]
     GUARD         check: nothing of this but the variables, the stop signals, the rank
                   check and the reason of a failure; 0: not the rank check either [1]
@@ -211,7 +211,7 @@ def announce_exec(rank: int) -> None:
 
 def note_steps() -> None:
     """To find out whether a later attempt goes on where this one stops."""
-    with suppress(ImportError):  # a script without PyTorch
+    with suppress(ImportError, OSError):  # a script without PyTorch; the notes cannot be written
         import check_resume_notes
 
         check_resume_notes.start()

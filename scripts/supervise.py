@@ -414,7 +414,7 @@ class Supervisor:
         env["ATTEMPT_ID"] = f"{self.job}.{1000 * self.restarts + count}"
         for name in FILES:
             env[name] = str(self.files / name)
-        if env.get("CHECK_RESUME") == "1":
+        if env.get("CHECK_RESUME", "1") == "1":
             env["CHECK_RESUME"] = str(self.directory / "check_resume")
         deadline = min(self.requests.ends.values())
         if deadline < float("inf"):
