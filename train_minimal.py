@@ -15,7 +15,7 @@ import os
 import signal
 import time
 import zipfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -82,9 +82,10 @@ def micro_batches_from(step, samples, args, rank, world_size):
 
 
 def get_dataloader(dataset, indices, args, device):
-    """Iterates over (images [b, 1, 28, 28], labels [b]); indices yields those of each batch."""
+    """Iterates over (images [b, 1, 28, 28], labels [b]). Signals stop the rank, not its workers."""
     options = {"num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
-    options["worker_init_fn"] = lambda _: signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C
+    everything = signal.valid_signals()
+    options["worker_init_fn"] = lambda _: signal.pthread_sigmask(signal.SIG_BLOCK, everything)
     return DataLoader(dataset, batch_sampler=indices, **options)
 
 
@@ -99,10 +100,9 @@ def save(path, state):
 
 def is_damaged(path):
     """Compares the file with the check sums in it, which torch.load() does not."""
-    try:
+    with suppress(Exception):  # of many types
         return zipfile.ZipFile(path).testzip() is not None
-    except Exception:  # of many types
-        return True
+    return True
 
 
 @torch.no_grad()
@@ -143,10 +143,9 @@ def main():
     torch.multiprocessing.set_start_method("fork", force=True)  # signals end a forkserver
     rank, world_size, device = setup_distributed()
     torch.manual_seed(args.seed)  # all ranks begin with the same data and weights
-    try:
-        train_set, test_set = load_data(args.data_dir)
-    except (OSError, RuntimeError, ValueError) as error:
-        parser.error(f"cannot read MNIST/raw in --data-dir {args.data_dir} ({error})")
+    if not Path(args.data_dir, "MNIST/raw").is_dir():  # no download: the ranks would race
+        parser.error(f"cannot read MNIST/raw in --data-dir {args.data_dir}")
+    train_set, test_set = load_data(args.data_dir)
     samples, batch = len(train_set), args.global_batch_size
     if not 0 < world_size * args.accumulate <= batch <= samples:
         parser.error(f"--global-batch-size is not from ranks x --accumulate to {samples} (samples)")
@@ -183,8 +182,7 @@ def main():
         if run:
             run.log(values, step=step)
 
-    advice = "for a new run, set another --checkpoint-dir" if step else "a new run"
-    log(f"{world_size} x {device.type}: from step {step} to {last_step} of {path.parent}, {advice}")
+    log(f"{path}: from step {step} to {last_step}; for a new run, set another --checkpoint-dir")
     ddp = nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(args.seed + step * world_size + rank)  # of the workers, for augmentation
     indices = micro_batches_from(step, samples, args, rank, world_size)
@@ -192,7 +190,6 @@ def main():
     signals = []  # that this rank has received; before this point they end it, and nothing is lost
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _frame: signals.append(number))
-
     stop = False
     next_exchange = step + 1
     began = time.time()
@@ -240,11 +237,14 @@ def main():
                 save(path, state | {"optimizer": optimizer.state_dict()})
             began = time.time()
             sums.zero_()
-
     log(f"{'stopped' if stop else 'finished'} at step {step} of {last_step}, saved {path}")
     dist.barrier()  # rank 0 has saved: a launcher may end all ranks when one has ended
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        for worker in torch.multiprocessing.active_children():
+            worker.kill()  # it blocks the signal with which Python would end it

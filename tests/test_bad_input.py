@@ -196,3 +196,11 @@ def test_an_own_script_shows_its_name_and_docstring(tmp_path):
     assert printed.startswith("usage: my_train.py ") and "\nTrain my network.\n" in printed
     (error,) = run("--epochs=x").err
     assert "my_train.py: error: argument --epochs: " in error
+
+
+def test_a_checkpoint_dir_that_the_ranks_do_not_share_is_refused(tmp_path, tiny):
+    """Else the next job would begin anew where rank 0 is on another node."""
+    (tmp_path / "0").mkdir()
+    before = f"import os\nos.chdir({str(tmp_path)!r} + '/0' * (os.environ['RANK'] == '0'))"
+    message = refuse("run", *tiny, ranks=2, before=before)
+    assert "--checkpoint-dir must be shared" in message and not list(tmp_path.glob("0/run/*.pt"))

@@ -44,7 +44,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 MAKE_FILE = "open(os.environ['STOP_FILE'], 'w').close()"
 SIGNAL = "os.kill(os.getpid(), signal.{})"
 WORKERS = "multiprocessing.active_children()"
-CTRL_C = f"[os.kill(p, signal.SIGINT) for p in (*[w.pid for w in {WORKERS}], os.getpid())]"
+TO_ALL = f"[os.kill(p, signal.SIGTERM) for p in (*[w.pid for w in {WORKERS}], os.getpid())]"
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def test_killed_stopped_and_resumed_on_other_numbers_of_ranks(run, undisturbed, 
     directory, stop_file = tmp_path / "run", tmp_path / "STOP"
     killed = run(directory, 2, before=AFTER_STEP.format(step=7, rank="1", act=KILL))
     assert killed.codes[1] == -signal.SIGKILL and state_of(killed)["step"] == 4
-    # As a terminal does it: all processes, also the loader workers.
-    stopped = run(directory, 1, before=AFTER_STEP.format(step=9, rank="0", act=CTRL_C))
+    # As scancel and a terminal do it: all processes, also the loader workers.
+    stopped = run(directory, 1, before=AFTER_STEP.format(step=9, rank="0", act=TO_ALL))
     assert stopped.codes == [0] and "stopped at step" in stopped.out[0], stopped.err
     by_file = AFTER_STEP.format(step=5, rank="0", act=MAKE_FILE)
     by_file = run(directory, 3, env={"STOP_FILE": stop_file}, before=by_file)

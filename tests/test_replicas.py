@@ -19,13 +19,13 @@ def test_a_rank_whose_weights_changed_is_named_and_nothing_is_saved(tmp_path, ti
     assert "on the ranks [1]" in result.err[0] and "Traceback" not in "".join(result.err)
 
 
-DTYPES = ["float32", "bfloat16", "float64", "complex64", "float8_e4m3fn"]
+DTYPES = ["float32", "bfloat16", "float64", "complex64", "float8_e4m3fn", "int8"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_bit_of_a_weight_counts(monkeypatch, dtype):
     """Of any type and layout. The second rank's is compared with the first one's."""
-    weight = torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    weight = torch.ones(5, 3, 3, 3).to(memory_format=torch.channels_last)  # an odd number
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(weight.to(getattr(torch, dtype)), requires_grad=False)
     seen = []

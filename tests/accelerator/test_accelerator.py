@@ -86,7 +86,7 @@ BACKWARD = "threads of backward"
 
 
 def phase(stack: list[str]) -> str:
-    """The function that the loop, or train(), had called; backward() on a device has threads of its own."""
+    """The function that the loop or train() had called; backward() has threads of its own."""
     inner = ""
     for function in stack:
         name, place = function.split()
