@@ -385,8 +385,8 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     if result is None:
         text = f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log"
         fail(text, "node lost")
-    has_problem, peers = json.loads(result)
-    if has_problem:
+    problem, peers = json.loads(result)
+    if problem:
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
     choose_interface(peers["hosts"])
@@ -400,7 +400,7 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
         text = wait_for(store, f"rank {rank}", deadline)
         infos.append(json.loads(text) if text else None)
     problem = find_problem(infos, timeout)
-    store.set("result", json.dumps([bool(problem), peers_of(infos)]))
+    store.set("result", json.dumps([problem, peers_of(infos)]))
     started = ranks_by_host(infos)
     if None in infos:
         write_failure("node lost", problem, 0, started_hosts=list(started))

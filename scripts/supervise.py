@@ -545,10 +545,10 @@ class Supervisor:
 
     def record(self, attempt, decision):
         """Add a line to the attempt log, and pass it to ON_EVENT."""
-        record = attempt._asdict()
+        record = {"attempt": "", "cause": decision.cause, "reason": decision.reason, "next": ""}
+        record.update(attempt._asdict(), next=decision.action)
         record["reports"] = [report._asdict() for report in attempt.reports]
         record["recomputed"] = attempt.end_step - (attempt.saved_step or 0)
-        record.update(cause=decision.cause, reason=decision.reason, next=decision.action)
         try:
             with open(self.log_file(), "a") as file:
                 file.write(json.dumps(record) + "\n")
