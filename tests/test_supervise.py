@@ -213,13 +213,6 @@ def test_a_time_limit_that_the_training_knows_is_the_nearest(supervisor):
     assert [*us.requests.made] == ["STOP"]
 
 
-def test_a_training_without_a_deadline_of_its_own_is_stopped_in_time(tmp_path, fake, supervise):
-    code, text = supervise(*fake, MAX_DURATION="2")
-    assert code == 0, text
-    (attempt,) = attempts(tmp_path)
-    assert (attempt["cause"], attempt["reason"]) == ("stopped", "MAX_DURATION")
-
-
 def test_a_stop_waits_for_no_disk_and_no_scheduler(supervisor, monkeypatch, tmp_path):
     """Both never answer. The training is stopped nevertheless, and killed once its time is over."""
     module, us = supervisor

@@ -12,7 +12,7 @@ from machines import HERE
 
 # What attempts.jsonl may say of the disturbed attempt. "finished": it did not matter.
 CAUSES = {
-    ("supervisor", "SIGKILL"): {"killed"},
+    ("supervisor", "SIGKILL"): {"finished"},  # it could not write a line
     ("launcher", "SIGKILL"): {"killed"},
     ("connect", "SIGKILL"): {"killed"},
     ("ssh", "SIGKILL"): {"killed"},

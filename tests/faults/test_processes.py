@@ -10,7 +10,7 @@ from disturbed import REPEATS, Training, disturb
 
 # What attempts.jsonl may say of the disturbed attempt. "finished": it did not matter.
 CAUSES = {
-    ("supervisor", "SIGKILL"): {"killed"},
+    ("supervisor", "SIGKILL"): {"finished"},  # it could not write a line
     ("launcher", "SIGKILL"): {"killed", "stopped"},
     ("log", "SIGKILL"): {"finished"},
     ("agent", "SIGKILL"): {"killed", "stopped"},
