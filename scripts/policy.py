@@ -275,7 +275,9 @@ def told(attempt):
         if words(report) == words(first):
             named.update(report.hosts)
     hosts = [host for host in attempt.hosts if host in named]
-    most = len(attempt.hosts) // 2 if first.cause == "node lost" else 1
+    most = 1
+    if first.cause == "node lost":
+        most = max(1, len(attempt.hosts) // 2)
     is_of_user = first.cause == "configuration" and attempt.hosts[0] in hosts  # it checks it all
     if len(hosts) > most or is_of_user:
         hosts = []

@@ -169,6 +169,7 @@ HISTORIES = [
     ("each rank waits for another", SPARE, [failed("hang", "n1"), HANG], "2 restart", ""),
     ("a host of another attempt", SPARE, [failed("hang", "n9")] * 3, "3 restart", ""),
     ("a lost node", slurm(), [lost()] * 2, "restart, requeue n2", ""),
+    ("the only node used", job("n1 n2", 1), [lost("n1", "n1")] * 2, "restart, leave out n1", ""),
     ("a lost node, no Slurm", job(), [lost()] * 2, "2 restart", ""),
     ("two lost nodes in turn", SPARES, LOSSES, "restart, leave out n2, restart n2, leave out n2 n3", ""),
     ("most hosts never came", job(ALL, 2), [lost("n2 n3 n4", ALL)] * 2, "2 restart", ""),
