@@ -186,7 +186,8 @@ def stops(attempt):
     is_clean = attempt.exit_code in CLEAN and not attempt.reports
     if attempt.of_ranks and is_clean:  # with a report, srun has sent it: a rank had failed
         return [attempt.of_ranks]
-    is_orphan = attempt.stopped_by == "SIGTERM" and attempt.exit_code in (-9, 255)
+    asked_by = (attempt.stopped_by, attempt.of_ranks)  # another rank may only see STOP_FILE
+    is_orphan = "SIGTERM" in asked_by and attempt.exit_code in (-9, 255)
     if attempt.state == "stopped" and not is_orphan:  # of a launcher that was lost
         return attempt.stopped_by.split(", ")  # "" after --stop-at-step
     return []

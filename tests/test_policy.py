@@ -124,6 +124,7 @@ HISTORIES = [
      "9 requeue, give up", "set PROGRESS_FILE"),
     ("a launcher that was killed", job(), [at(code=-9, state="stopped", stopped_by="SIGTERM")] * 5, FIVE, "killed"),
     ("ssh lost its connection", job(), [at(code=255, state="stopped", stopped_by="SIGTERM")], "restart", "node lost"),
+    ("and another rank saw STOP_FILE", job(), [at(code=255, state="stopped", stopped_by="STOP file", of_ranks="SIGTERM")], "restart", "node lost"),
     # -------------------------------------------------------------- user errors
     ("a usage error", job(), [at(code=2)], "give up", "configuration: exit code 2"),
     ("cannot be executed", job(), [at(code=126)], "give up", "126"),

@@ -22,7 +22,7 @@ import tempfile
 import time
 from contextlib import suppress
 
-from node import END_SECONDS, exit_code, request
+from node import END_SECONDS, request
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # scripts/
 from hosts import choose_hosts, choose_master  # noqa: E402
@@ -217,9 +217,9 @@ class Node:
             self.unsent = self.unsent[sent:]
 
     def code(self):
-        """The exit code; None if the node has not exited."""
+        """The exit code; None if the node has not exited, 255 if the connection was killed."""
         code = self.starter.poll()
-        return None if code is None else exit_code(code)
+        return 255 if code and code < 0 else code
 
 
 def run(nodes, way, signals):

@@ -132,11 +132,7 @@ def serve(launcher, front):
         if word in end_seconds:
             deadline = time.monotonic() + end_seconds[word]
     kill_descendants([signal.SIGKILL])
-    return exit_code(command.wait())
-
-
-def exit_code(code):
-    """The exit code as a shell reports it: Popen.returncode is -N after signal N."""
+    code = command.wait()
     return code if code >= 0 else 128 - code
 
 
@@ -155,7 +151,7 @@ def main():
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher sends a word instead
     _, status = os.waitpid(keeper, 0)
     kill_descendants()  # those of a keeper that was killed
-    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 255  # as of a lost connection
     if path:
         with suppress(OSError):  # unless the launcher has exited
             with open(f"{path}.new", "w") as file:

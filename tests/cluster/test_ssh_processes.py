@@ -14,11 +14,11 @@ from machines import HERE
 CAUSES = {
     ("supervisor", "SIGKILL"): {"finished"},  # it could not write a line
     ("launcher", "SIGKILL"): {"killed"},
-    ("connect", "SIGKILL"): {"killed"},
-    ("ssh", "SIGKILL"): {"killed"},
-    ("sshd", "SIGKILL"): {"killed"},
-    ("node.py", "SIGKILL"): {"killed"},
-    ("keeper", "SIGKILL"): {"killed"},
+    ("connect", "SIGKILL"): {"node lost"},
+    ("ssh", "SIGKILL"): {"node lost"},
+    ("sshd", "SIGKILL"): {"node lost"},
+    ("node.py", "SIGKILL"): {"node lost"},
+    ("keeper", "SIGKILL"): {"node lost"},
     ("script", "SIGKILL"): {"killed"},
     ("agent", "SIGKILL"): {"killed"},
     ("rank", "SIGKILL"): {"killed"},
