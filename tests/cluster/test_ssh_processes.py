@@ -15,7 +15,7 @@ CAUSES = {
     ("supervisor", "SIGKILL"): {"finished"},  # it could not write a line
     ("launcher", "SIGKILL"): {"killed"},
     ("connect", "SIGKILL"): {"node lost"},
-    ("ssh", "SIGKILL"): {"node lost"},
+    ("ssh", "SIGKILL"): {"killed"},
     ("sshd", "SIGKILL"): {"node lost"},
     ("node.py", "SIGKILL"): {"node lost"},
     ("keeper", "SIGKILL"): {"node lost"},
