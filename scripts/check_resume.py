@@ -198,14 +198,15 @@ def launch(command: list[str], place: Path, attempt: int, plan: list) -> list[di
         notes = [note for note in read(file) if note["attempt"] == attempt]
         ranks.append({(note["event"], note["step"]): note for note in notes})
     last, stop, _ = plan
-    if not ranks or (code and not stop and last not in steps_of(ranks)):
+    steps = steps_of(ranks)
+    if not steps or (code and not stop and last not in steps):
         print("".join(log.read_text().splitlines(True)[-20:]))
         give_up("COMMAND failed, or made no step of an optimizer that guard.py sees")
     return ranks
 
 
 def steps_of(ranks: list[dict]) -> list[int]:
-    return [step for event, step in ranks[0] if event == "step"]
+    return [step for notes in ranks[:1] for event, step in notes if event == "step"]
 
 
 def give_up(text: str) -> None:
