@@ -16,7 +16,6 @@ from pages import commands_of, run_command, section
 
 PAGE = (REPO / "docs/RECIPES.md").read_text()
 VERSIONS = (REPO / "docs/recipes/requirements.txt").read_text()
-ACCELERATE = "sync script ops".split()  # the others need two GPUs
 
 
 class Recipe(NamedTuple):
@@ -33,6 +32,7 @@ BEGIN, FROM = "from step 0", "from step [1-9]"
 RECIPES = {
     "Hugging Face Trainer": Recipe("transformers", BEGIN, 0, FROM, "at step 600", "--use_cpu"),
     "Lightning": Recipe("lightning", BEGIN, 0, FROM, "at step 1000"),
+    "Accelerate": Recipe("accelerate", BEGIN, 0, FROM, "at step 2500"),
     "timm": Recipe("timm", "epoch 1: ", 143, "from epoch [1-9]", "epoch 19: ", FEW_IMAGES),
     "Hydra": Recipe("hydra", BEGIN, 0, FROM, "at step 1000"),
     "Muon": Recipe("torch", "step 20", 0, r"at step [1-9]\d*, to step", "Finished at step"),
@@ -44,6 +44,7 @@ LIGHT = ("Hydra",)
 def clone(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("MARK", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     yield copy_repository(tmp_path / "train")
     assert processes_with("MARK", tmp_path) == {}
 
@@ -96,14 +97,6 @@ def test_a_program_trains_stops_and_resumes(heading, clone):
     assert not re.search(recipe.end, text) and "guard.py: WARNING" not in text, text
     text = run_to_the_end(command, clone)
     assert re.search(recipe.resumes, text) and re.search(recipe.end, text), text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ACCELERATE)
-def test_the_scripts_that_accelerate_tests_itself_with_pass(name, clone, monkeypatch):
-    require("accelerate")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    run_to_the_end(lines_of("Accelerate")[0].replace("test_sync", f"test_{name}"), clone)
 
 
 def test_a_program_that_starts_its_own_ranks(clone):
