@@ -206,12 +206,11 @@ def test_another_seed_is_another_run_and_bf16_learns(run, tmp_path):
     assert other.codes == [0] and refused.codes == [2], refused.err
 
 
-@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("damage", ["flip", "cut"])
-def test_a_damaged_checkpoint_is_named(run, tmp_path, place, damage):
+def test_a_damaged_checkpoint_is_named(run, tmp_path, damage):
     path = run(tmp_path / "run", 1, "--epochs=1").directory / "checkpoint.pt"
     content = bytearray(path.read_bytes())
-    where = int(len(content) * place)
+    where = len(content) // 2
     content[where] ^= 1
     path.write_bytes(content if damage == "flip" else content[:where])
     result = run(tmp_path / "run", 1)

@@ -4,8 +4,6 @@ import pytest
 import torch
 from harness import FAULT_IN_LOSS, assert_same_state, train
 
-from train_distributed import Task
-
 # In step 4, the gradients of one rank overflow, although its loss is finite.
 OVERFLOW = FAULT_IN_LOSS.format(
     call=4, rank=1, fault="loss.register_hook(lambda gradient: gradient * float('inf'))"
@@ -21,24 +19,3 @@ def test_with_fp16_all_ranks_skip_a_step_whose_gradient_overflows_on_one_rank(tm
     assert fourth["scaler"]["scale"] == third["scaler"]["scale"] / 2
     for name, weight in fifth["model"].items():
         assert weight.isfinite().all() and not torch.equal(weight, fourth["model"][name])
-
-
-class WithState(torch.nn.Module):
-    def get_extra_state(self):
-        return {"version": 3}
-
-    def set_extra_state(self, state):
-        assert state == {"version": 3}
-
-
-class WithMask(Task):
-    def model(self, cfg):
-        model = super().model(cfg)
-        model.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
-        model.register_module("extra", WithState())
-        return model
-
-
-def test_a_model_with_an_infinite_mask_and_with_extra_state_is_saved_and_resumed(tmp_path, tiny):
-    train(tmp_path / "run", 2, *tiny, "--stop-at-step=4", task=WithMask)
-    train(tmp_path / "run", 2, *tiny, "--stop-at-step=6", task=WithMask)
