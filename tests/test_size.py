@@ -1,8 +1,7 @@
 """The budgets. To raise one is a commit that says what for.
 
-Five of them are above their aims. They stand at what is there now, so that it only shrinks. The
-aims: 26,500 tokens in the launch path, 31,500 in all scripts, 14,800 words in all pages, 12,000
-lines of tests, 37 variables.
+Four of them are above their aims. They stand at what is there now, so that it only shrinks. The
+aims: 26,500 tokens in the launch path, 31,500 in all scripts, 12,000 lines of tests, 37 variables.
 
 Python is counted in tokens without comments and docstrings: neither packing nor spreading changes
 them. Code that moves into strings, shell, data files or benchmarks counts, too.
@@ -105,8 +104,8 @@ def test_the_scripts_are_small():
     """The launch path; and all of them, with the check of a resume."""
     scripts = files("scripts/*.py")
     launch_path = [path for path in scripts if not path.name.startswith("check_resume")]
-    assert tokens(launch_path) <= 31_520
-    assert tokens(scripts) <= 36_650
+    assert tokens(launch_path) <= 31_220
+    assert tokens(scripts) <= 35_650
 
 
 def test_the_pages_are_short():
@@ -114,7 +113,7 @@ def test_the_pages_are_short():
 
 
 def test_the_tests_are_short():
-    assert sum(len(path.read_text().splitlines()) for path in files("tests/*.py")) <= 14_610
+    assert sum(len(path.read_text().splitlines()) for path in files("tests/*.py")) <= 14_250
 
 
 def own_variables() -> set[str]:
