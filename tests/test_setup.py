@@ -44,6 +44,7 @@ def test_a_slurm_step_trains_in_spite_of_stale_variables(tmp_path, tiny):
     def env(rank):
         step = {"SLURM_STEP_NUM_TASKS": 3, "SLURM_STEP_TASKS_PER_NODE": "3"}
         step |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": 17}
         return RANK_OF_TORCHRUN | {"RANK": 0, "WORLD_SIZE": 1} | step
 
     command = [PLAIN[1], f"--checkpoint-dir={tmp_path}/run", *tiny, "--stop-at-step=2"]

@@ -54,9 +54,6 @@ def test_one_rank_per_gpu_whatever_the_job_requests_per_task(cluster, repo, prob
     records = probed(text)
     where = [(r["rank"], r["local_rank"], r["host"], r["gpus"]) for r in records]
     assert where == [(n, n % 2, f"node{n // 2 + 1:02}", "0,1") for n in range(4)]
-    if os.cpu_count() > 1:
-        for first, second in (records[:2], records[2:]):
-            assert not set(first["cores"]) & set(second["cores"]), text
 
 
 @pytest.mark.parametrize("launcher", SRUN_ONLY)
@@ -257,7 +254,7 @@ def test_train_minimal_saves_at_scancel_and_resumes(cluster, repo, tmp_path, lau
     stopped = re.search(r"stopped at step (\d+) of 1000", text)
     assert stopped, text
     code, text = cluster.sbatch(repo, *words, "--epochs=1", **env)
-    assert code == 0 and f"2 x cpu: from step {stopped[1]} to 200 " in text, text
+    assert code == 0 and f": from step {stopped[1]} to 200" in text, text
     assert "finished at step 200 of 200" in text
 
 
@@ -286,6 +283,7 @@ def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
     # in an interactive step that is bound to the first core.
     bound = {"SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_CPU_BIND_LIST": "0x1"}
     bound |= {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_VERBOSE": "quiet"}
+    probe["GUARD"] = "1"  # it divides the cores
     for name in LAUNCHERS:
         script = tmp_path / name
         text = (repo / name).read_text()
