@@ -60,6 +60,7 @@ import threading
 import time
 import traceback
 import types
+from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -403,9 +404,9 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
     store.set("result", json.dumps([problem, peers_of(infos)]))
     started = ranks_by_host(infos)
     if None in infos:
-        write_failure("node lost", problem, 0, started_hosts=list(started))
+        fail(problem, "node lost", started_hosts=list(started))
     if problem:
-        fail(problem)
+        fail(problem, hosts=odd_hosts(infos))
     for host, ranks in started.items():
         print(f"guard.py: {ranks_do(ranks, [host], '')}", flush=True)
 
@@ -502,6 +503,16 @@ def find_differences(infos: list[dict | None]):
         for value in others:
             who = name_ranks(ranks_with[value], infos)
             yield f"{fact} differs: {value} for {who}, {usual} for rank 0"
+
+
+def odd_hosts(infos: list[dict]) -> list[str]:
+    """Those that differ from most; none if there is no majority."""
+    facts = {info["host"]: str(info["same"]) for info in infos}
+    counts = Counter(facts.values())
+    usual, count = counts.most_common(1)[0]
+    if count <= len(facts) / 2:
+        return []
+    return [host for host, own in facts.items() if own != usual]
 
 
 def name_ranks(ranks: list[int], infos: list[dict | None]) -> str:

@@ -115,10 +115,10 @@ def within(limit, function, *arguments):
     return results[0] if results else None
 
 
-def fail(text, cause="configuration"):
+def fail(text, cause="configuration", **more):
     """Print a user error and exit with code 2."""
     say(f"guard.py: error: {text}")
-    write_failure(cause, text, own_rank())
+    write_failure(cause, text, own_rank(), **more)
     sys.exit(2)
 
 
