@@ -386,8 +386,8 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     if result is None:
         text = f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log"
         fail(text, "node lost")
-    problem, peers = json.loads(result)
-    if problem:
+    has_problem, peers = json.loads(result)
+    if has_problem:
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
     choose_interface(peers["hosts"])
@@ -401,7 +401,7 @@ def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
         text = wait_for(store, f"rank {rank}", deadline)
         infos.append(json.loads(text) if text else None)
     problem = find_problem(infos, timeout)
-    store.set("result", json.dumps([problem, peers_of(infos)]))
+    store.set("result", json.dumps([bool(problem), peers_of(infos)]))
     started = ranks_by_host(infos)
     if None in infos:
         fail(problem, "node lost", started_hosts=list(started))
