@@ -79,6 +79,7 @@ from report import (
     fail,
     format_ranges,
     has_gpu,
+    ranks_by,
     ranks_by_host,
     ranks_do,
     say,
@@ -493,12 +494,10 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
 
 def find_differences(infos: list[dict | None]):
     """Yield a sentence for each fact that is not the same on all ranks."""
-    facts = {fact for info in infos if info for fact in info["same"]}
+    known = {rank: info["same"] for rank, info in enumerate(infos) if info}
+    facts = {fact for same in known.values() for fact in same}
     for fact in sorted(facts):
-        ranks_with: dict[str, list[int]] = {}
-        for rank, info in enumerate(infos):
-            if info:
-                ranks_with.setdefault(info["same"].get(fact, "missing"), []).append(rank)
+        ranks_with = ranks_by({rank: same.get(fact, "missing") for rank, same in known.items()})
         usual, *others = ranks_with  # usual: rank 0's value
         for value in others:
             who = name_ranks(ranks_with[value], infos)

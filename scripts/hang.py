@@ -18,7 +18,17 @@ from collections import deque
 from contextlib import suppress
 
 from processes import kill_descendants, parent_of
-from report import HOST, has_gpu, ranks_do, say, seconds, wait_for, within, write_failure
+from report import (
+    HOST,
+    has_gpu,
+    ranks_by,
+    ranks_do,
+    say,
+    seconds,
+    wait_for,
+    within,
+    write_failure,
+)
 
 SILENT = "does not answer"
 ENDED = "has ended"
@@ -293,14 +303,6 @@ def lines_of_ranks(notes: dict[int, dict], at_fault) -> list[str]:
     texts = [ranks_do(groups[line], [], f"is {line}") for line in order[:MAX_GROUPS]]
     more = sum(len(groups[line]) for line in order[MAX_GROUPS:])
     return [*texts, f"{more} more are elsewhere"] if more else texts
-
-
-def ranks_by(values: dict[int, str]) -> dict[str, list[int]]:
-    """{value: ranks}"""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(values):
-        groups.setdefault(values[rank], []).append(rank)
-    return groups
 
 
 def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:

@@ -198,11 +198,15 @@ PLURALS = {"is": "are", "does": "do", "has": "have"}
 
 def ranks_by_host(infos):
     """{host: its ranks}; infos: of each rank, see rank_info() in guard.py, or None."""
-    hosts = {}
-    for rank, info in enumerate(infos):
-        if info:
-            hosts.setdefault(info["host"], []).append(rank)
-    return hosts
+    return ranks_by({rank: info["host"] for rank, info in enumerate(infos) if info})
+
+
+def ranks_by(values):
+    """{value: the ranks that have it}, from {rank: value}."""
+    groups = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups
 
 
 def ranks_do(ranks, hosts, predicate):

@@ -84,6 +84,7 @@ from processes import (
     alive,
     descendants,
     end_with_parent,
+    for_each_stop,
     handles,
     kill_descendants,
     ranks_of_torchrun,
@@ -94,7 +95,6 @@ from scheduler import ended_by, log, lost_nodes, output_of, requeue, slurm_id, t
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 USER_ERRORS = ("configuration", "NaN")
 
-SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 # Variables with the names of files, by which supervise.py and the training communicate.
 FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE".split()
 MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
@@ -189,10 +189,7 @@ class StopRequests:
         self.obeyed_at = None  # when the training was asked to stop
         self.pressed_again = False  # Ctrl-C
         self.began = time.time()
-        for name in SIGNALS:  # before Slurm is asked, which may take a minute
-            under_nohup = name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            if not under_nohup:
-                signal.signal(getattr(signal, name), self.on_signal)
+        for_each_stop(self.on_signal)  # before Slurm is asked, which may take a minute
         submitted, end = times_of_job()
         self.submitted = submitted or self.began
         self.ends = {  # the limits, in seconds since 1970

@@ -122,9 +122,7 @@ class Ssh:
     program = "ssh"
 
     def __init__(self, shows_all):
-        self.shows_all = (
-            shows_all  # else the output of rank 0's host only; all of it is in the logs
-        )
+        self.shows_all = shows_all  # else only rank 0's host; the logs have all of it
         self.name = time.strftime(f"%Y%m%d_%H%M%S_{os.getpid()}.log")
 
     def first_input(self):
