@@ -372,8 +372,8 @@ def wait_for_new_threads() -> None:
 def check_ranks(world: dict[str, int], arguments: list[str]):
     """Wait for all ranks and compare them; if there is a problem, all exit. Collective: every rank.
 
-    Returns (store, see peers_of()). It uses a store with a timeout, because a collective would hang
-    if a rank is missing. Only rank 0 reads what all ranks write.
+    Returns (store, peers), see compare_ranks(). It uses a store with a timeout: a collective would
+    hang if a rank is missing. Only rank 0 reads what all ranks write.
     """
     rank = world["RANK"]
     timeout = seconds("RANK_TIMEOUT", 300)
@@ -396,28 +396,24 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
 
 
 def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
-    """Rank 0: wait for the rank infos; put the problem found, and peers_of(), into the store."""
+    """Rank 0: wait for the rank infos; tell all whether there is a problem, and their peers.
+
+    peers: what does not grow with their number: how many hosts, and the info of the first rank.
+    """
     infos = []
     for rank in range(size):
         text = wait_for(store, f"rank {rank}", deadline)
         infos.append(json.loads(text) if text else None)
     problem = find_problem(infos, timeout)
-    store.set("result", json.dumps([bool(problem), peers_of(infos)]))
     started = ranks_by_host(infos)
+    peers = {"hosts": len(started), "first": infos[0]}
+    store.set("result", json.dumps([bool(problem), peers]))
     if None in infos:
         fail(problem, "node lost", started_hosts=list(started))
     if problem:
         fail(problem, hosts=odd_hosts(infos))
     for host, ranks in started.items():
         print(f"guard.py: {ranks_do(ranks, [host], '')}", flush=True)
-
-
-def peers_of(infos: list[dict | None]) -> dict:
-    """What each rank needs to know of the others: it does not grow with their number.
-
-    hosts: how many; first: of rank 0
-    """
-    return {"hosts": len(ranks_by_host(infos)), "first": infos[0]}
 
 
 def rank_info(arguments: list[str]) -> dict:

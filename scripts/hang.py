@@ -71,7 +71,7 @@ class HangWatch:
         self.rank = rank
         self.size = size
         self.store = store
-        self.infos = RankInfos(store, peers["first"])  # see peers_of()
+        self.infos = RankInfos(store, peers["first"])  # see compare_ranks()
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
         self.steps = 0
         self.step_times = deque(maxlen=2000)  # when they began, nanoseconds since 1970
