@@ -12,7 +12,6 @@ The launchers put guard.py in front of the script, which needs no changes. guard
 - on a machine without GPUs, binds each rank to its share of the cores;
 - detects hangs: if a rank waits for others for HANG_TIMEOUT seconds without progress,
   all ranks print their stacks and exit, and the error reports the ranks at fault;
-- reports a slow rank: one that is late in each step, so that the others wait for it;
 - reports ranks that do not train one model together, such as with equal batches, or without DDP;
 - avoids a hang of loader workers with older releases of Python 3.10 and 3.11;
 - prints all stacks of a rank that gets SIGQUIT, which goes on;
@@ -26,8 +25,6 @@ Environment:
     HANG_TIMEOUT  seconds without progress; 0: hangs are not detected. By default,
                   9/10 of the timeout of the default process group: 540 s with NCCL,
                   1,620 s with gloo, or of init_process_group(timeout=...)  []
-    SLOW_RANK_INTERVAL  seconds between two comparisons of the ranks' arrivals at their
-                  collectives; 0: slow ranks are not named      [60; with NCCL, 0]
     CHECK_FINITE  1: name the first step in which a gradient is not finite, its rank
                   and its layer                                             []
     CHECK_RESUME  1: an attempt notes what a later one compares, to know whether it goes on where
@@ -36,8 +33,8 @@ Environment:
     GUARD         check: nothing of this but the variables, the stop signals, the rank
                   check and the reason of a failure; 0: not the rank check either [1]
     FAILURE_FILE  where the first rank to fail writes {cause, reason, ...}   []
-    EVENTS_FILE   where a line {time, event, text, ...} is added for a slow rank, a GPU
-                  that has failed, and ranks that do not train one model    []
+    EVENTS_FILE   where a line {time, event, text, ...} is added for a GPU that has failed,
+                  and ranks that do not train one model                     []
     STOP_FILE     where a stop signal is named that supervise.py has not sent []
     STOP_SIGNAL   the signal after which the script saves and exits: TERM, USR1, USR2  [TERM]
 Exit code: the script's; 2 if the rank check fails; 1 after a hang.
@@ -68,7 +65,6 @@ from pathlib import Path
 import explain
 import memory
 import node_check
-import slow_ranks
 from hang import HangWatch, line_in_script
 from hosts import free_port, hosts_of_job, port_of_job
 from processes import end_with_parent
@@ -112,7 +108,6 @@ OWN_MODULES = (
     "node_check",
     "processes",
     "report",
-    "slow_ranks",
 )
 
 
@@ -189,7 +184,6 @@ def start_watch(world: dict[str, int], store, peers: dict) -> HangWatch:
     import check_training  # imports PyTorch, as check_ranks() does
 
     watch = HangWatch(world["RANK"], world["WORLD_SIZE"], store, peers)
-    slow_ranks.start(watch)
     check_training.start(watch)
     return watch
 

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from contextlib import suppress
 
 from processes import kill_descendants, parent_of
@@ -44,7 +43,6 @@ COMPILING_CODE = re.compile(  # is on the stack only while it compiles
 NCCL_TIMEOUT = 600  # seconds that PyTorch gives a collective of NCCL; gloo: 1,800
 RECORDERS = ("nccl", "nccl2", "nccl-lazy", "xccl", "gloo")  # PyTorch's, from 2.15 on
 EQUAL_SIZES = re.compile("reduce|broadcast|backward")  # collectives with the same on all ranks
-WARM_UP_STEPS = 10  # optimizer steps whose times do not count
 MAX_GROUPS = 4  # of ranks, whose lines the report names
 OWN_DIRECTORY = os.path.dirname(os.path.realpath(__file__))
 ELSEWHERE = re.compile(r"^\.\./|(site|dist)-packages/|/lib/python3|<")  # libraries
@@ -74,7 +72,6 @@ class HangWatch:
         self.infos = RankInfos(store, peers["first"])  # see compare_ranks()
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
         self.steps = 0
-        self.step_times = deque(maxlen=2000)  # when they began, nanoseconds since 1970
         self.quiet = 0.0  # seconds since the last progress
         self.compilations = 0  # how often a rank was seen compiling, the same on all ranks
         self.found = threading.Event()  # a hang
@@ -119,8 +116,6 @@ class HangWatch:
     def on_step(self, *_) -> None:
         """Any optimizer's step() begins."""
         self.steps += 1
-        if self.steps > WARM_UP_STEPS:
-            self.step_times.append(time.time_ns())
 
     def poll(self) -> None:
         """Check regularly whether another rank has found a hang, or compiles."""
@@ -247,13 +242,10 @@ def kill_sibling(info: dict) -> None:
 def enable_flight_recorder() -> None:
     """Set what PyTorch reads when it creates the first process group; before 2.11, it is off.
 
-    With timing, NCCL's entries say which GPU has not started a collective, and how long each took.
-    It costs two events of CUDA per collective.
+    With TORCH_NCCL_ENABLE_TIMING=1, set by users, NCCL's entries say which GPU has not started.
     """
     name = "TORCH_FR_BUFFER_SIZE" if records_gloo() else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     os.environ.setdefault(name, "2000")
-    if seconds("SLOW_RANK_INTERVAL", 0):
-        os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 
 def records_gloo() -> bool:

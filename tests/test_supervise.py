@@ -457,7 +457,7 @@ def test_python_3_6_can_read_the_file(file):
 REPORTS_EVENTS = """
 import os
 with open(os.environ["EVENTS_FILE"], "w") as file:
-    file.write('{"event": "slow_rank", "ranks": [1]}\\n{"event": "half')
+    file.write('{"event": "training", "ranks": [1]}\\n{"event": "half')
 """
 
 
@@ -465,7 +465,7 @@ def test_events_of_the_ranks_are_recorded(tmp_path, supervise):
     code, text = supervise(sys.executable, "-c", REPORTS_EVENTS)
     assert code == 0, text
     (attempt,) = attempts(tmp_path / "logs")
-    assert attempt["events"] == [{"event": "slow_rank", "ranks": [1]}]
+    assert attempt["events"] == [{"event": "training", "ranks": [1]}]
     assert names_in(tmp_path / "logs") == ["attempts.jsonl"]
 
 
