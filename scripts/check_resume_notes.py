@@ -16,10 +16,11 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from check_training import after, hook, parameters_of
-from report import own_rank, say, write_event
+from report import own_rank, say, write_event, write_new
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -41,14 +42,12 @@ def start() -> None:
         Recorder(directory)
 
 
-class Pass:
-    """What a DataLoader has yielded so far."""
+class Batch(NamedTuple):
+    """What a DataLoader has yielded last."""
 
-    def __init__(self):
-        self.number = 0  # of batches
-        self.batch = []  # checksums of the first samples of the last batch
-        self.rows = []  # the same, of all batches
-        self.is_over = True  # or it is unknown whether it is
+    number: int = 0  # in its pass
+    rows: list[int] = []  # checksums of its first samples
+    used: list[int] = []  # the same, of all batches of its pass so far, until it is over
 
 
 class Recorder:
@@ -64,13 +63,13 @@ class Recorder:
         run = zlib.crc32(command.encode())  # others are not compared
         self.file = directory / f"{own_rank()}.{run}.jsonl"
         self.past = read(self.file)  # of earlier attempts
-        self.rank_0 = read(directory / f"0.{run}.jsonl") if own_rank() else []
+        self.rank_0 = read(directory / f"0.{run}.jsonl")
         self.attempt = 1 + max((note["attempt"] for note in self.past), default=0)
         self.optimizers = weakref.WeakKeyDictionary()  # in the order of their creation
         self.main = lambda: None  # the optimizer whose steps count
         self.loads = 0  # of modules
-        self.reading = Pass()
-        self.training = Pass()  # that of the last step
+        self.reading = Batch()
+        self.training = Batch()  # that of the last step
         self.steps = 0  # of the training
         self.saves = 0
         self.saved_at = -STEPS
@@ -103,16 +102,18 @@ class Recorder:
         """Returns it."""
         leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor) and not each.is_cuda]
+        rows = checksums_of_rows(max(tensors, key=torch.numel))
         number = iterator._num_yielded
         if number == 1:  # persistent workers keep their iterator
-            iterator.noted = Pass()
-        noted = vars(iterator).setdefault("noted", Pass())
-        noted.number = number
-        noted.batch = checksums_of_rows(max(tensors, key=torch.numel))
-        noted.rows += noted.batch[: PASS_ROWS - len(noted.rows)]
+            iterator.used_rows = []
+        used = vars(iterator).setdefault("used_rows", [])
+        used += rows[: PASS_ROWS - len(used)]
+        is_over = True  # or it is unknown whether the pass is
         with suppress(TypeError):
-            noted.is_over = number >= len(iterator._index_sampler)
-        self.reading = noted
+            is_over = number >= len(iterator._index_sampler)
+        if is_over:
+            used.clear()
+        self.reading = Batch(number, rows, used)
         return batch
 
     def on_save(self, *_, **__) -> None:
@@ -121,8 +122,7 @@ class Recorder:
             self.saved_at = self.steps
             self.saves += 1
             self.write("save", self.note(with_state=True))
-            rows = [] if self.training.is_over else self.training.rows
-            self.file.with_suffix(".rows").write_text(json.dumps(rows))
+            self.file.with_suffix(".used").write_text(json.dumps(self.training.used))
 
     def on_step(self, optimizer, arguments: tuple, more: dict) -> None:
         """Any optimizer's step() begins. A closure, as Lightning's, makes the gradients in it."""
@@ -149,9 +149,8 @@ class Recorder:
             self.save, self.findings = judge_start(self.past, self.rank_0, note)
             self.steps = self.save["step"]
         self.firsts.append(self.write("step", note))
-        self.rows += self.training.batch
-        is_early = self.loads > self.firsts[0]["loads"]  # a library made a step before the load
-        if self.past and len(self.firsts) == STEPS and not is_early:
+        self.rows += self.training.rows
+        if self.past and len(self.firsts) == STEPS:
             self.judge()
 
     def judge(self) -> None:
@@ -159,12 +158,10 @@ class Recorder:
         if self.save in saves and self.save["weights"] == self.firsts[0]["weights"]:
             self.findings += judge_run(self.past, self.save, self.firsts)
             if self.save == saves[-1]:
-                used = json.loads(self.file.with_suffix(".rows").read_text())
+                used = json.loads(self.file.with_suffix(".used").read_text())
                 self.findings += judge_samples(used, self.rows)
         for text in self.findings:
-            with suppress(FileExistsError):  # another rank has said so
-                name = f"{self.attempt}.{zlib.crc32(text.encode())}"
-                (self.directory / name).touch(exist_ok=False)
+            if write_new(self.directory / f"{self.attempt} {text}", ""):  # the first rank to say so
                 text = f"rank {own_rank()} does not go on where it was stopped: {text}"
                 say(f"guard.py: WARNING: {text}")
                 write_event("resume", text)
@@ -173,7 +170,7 @@ class Recorder:
         states = self.states()
         note = {
             "learning rates": [float(group["lr"]) for group in self.main().param_groups],
-            "batch": total(self.training.batch),
+            "batch": total(self.training.rows),
             "number": self.training.number,
             "entries": sum(map(bool, states.values())),
             "seed": torch.initial_seed(),
@@ -223,8 +220,7 @@ def judge_start(own: list[dict], rank_0: list[dict], first: dict) -> tuple[dict,
     both = [note for note in weights if note in states]
     begin = (both or weights or states or past)[-1]
     findings = []
-    seeds = [note["seed"] for note in rank_0 if note["event"] == "step"]
-    if seeds and first["seed"] == seeds[0] != steps[0]["seed"]:
+    if rank_0 and first["seed"] == rank_0[0]["seed"] != own[0]["seed"]:
         findings = ["it has the random state of rank 0; at first, it had its own"]
     begins_again = begin["step"] == 0
     is_fine_tuning = begins_again and begin in states and begin["loads"] and first["loads"]
@@ -239,9 +235,9 @@ def judge_start(own: list[dict], rank_0: list[dict], first: dict) -> tuple[dict,
         note["weights"] != saved.get((note["attempt"], note["step"]), note["weights"])
         for note in past
     )
-    has_fewer = first["entries"] < max(note["entries"] for note in steps)
-    has_state = len(states) < len(past)
-    if begins_again or (states and has_state and not is_swapped) or (weights and has_fewer):
+    is_other = begin["entries"] and states and not is_swapped
+    has_fewer = weights and first["entries"] < begin["entries"]
+    if begins_again or is_other or has_fewer:
         text = f"the weights are those of {place_of(weights)}, the optimizer's state is that of"
         findings.append(f"{text} {place_of(states)}")
     return begin, findings
