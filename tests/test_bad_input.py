@@ -79,7 +79,7 @@ def test_a_mistake_in_a_config_file_is_named(tmp_path, capsys, text, expected):
 @pytest.mark.parametrize(("batch", "ranks"), [(20, 2), (16, 3), (208, 1)])
 def test_the_global_batch_must_be_micro_batches_for_all_ranks(batch, ranks):
     cfg = parse_config(["--batch-size=8", f"--global-batch-size={batch}"])
-    data = trainer.DataSets(range(203), None, "test_", None)
+    data = trainer.DataSets(range(203), None, None)
     with pytest.raises(UserError) as refused:
         trainer.settle_options(cfg, trainer.World(0, ranks), data, None)
     assert f"{batch} " in str(refused.value) and f"{8 * ranks} " in str(refused.value)

@@ -48,8 +48,9 @@ def test_the_newest_intact_checkpoint_is_used_and_the_run_ends_the_same(tmp_path
     cut_off = run / "checkpoint_step_18.pt"
     cut_off.write_bytes(cut_off.read_bytes()[:-1000])
     result = train(run, 2, *options)
-    for line, step in zip(result.err[0].splitlines(), (24, 18), strict=True):
-        assert line.startswith("WARNING: ") and f"checkpoint_step_{step}.pt" in line
+    lines = [line for line in result.out[0].splitlines() if line.startswith("WARNING: ")]
+    for line, step in zip(lines, (24, 18), strict=True):
+        assert f"checkpoint_step_{step}.pt" in line
         assert (run / f"checkpoint_step_{step}.pt.damaged").exists()
     assert result.status()["start_step"] == 13
     assert_same_state(result.newest(), straight.newest())
@@ -130,12 +131,12 @@ def test_a_failed_save_is_a_warning_once_and_an_error_the_second_time(tmp_path, 
     train(tmp_path / "run", 1, *options, "--stop-at-step=5")
     before = FAILING_DISK.format(count=failures)
     run = launch(tmp_path / "run", 1, *options, "--stop-at-step=18", before=before)
-    warning, *rest = run.err[0].splitlines()
-    assert warning.startswith("WARNING: ") and "No space left on device" in warning
+    (warning,) = [line for line in run.out[0].splitlines() if line.startswith("WARNING: ")]
+    assert "No space left on device" in warning
     if failures == 1:
-        assert (run.codes, rest, run.saved()) == ([0], [], [18])
+        assert (run.codes, run.err[0], run.saved()) == ([0], "", [18])
     else:
-        (error,) = rest
+        (error,) = run.err[0].splitlines()
         assert (run.codes, run.saved()) == ([2], [5])
         assert ": error: " in error and "No space left on device" in error
         (run.directory / "STOP").touch()
@@ -153,7 +154,7 @@ def test_a_full_disk_is_found_before_the_first_step(tmp_path, monkeypatch, capfd
     with pytest.raises(trainer.UserError, match="No space left"):
         trainer.lock_directory(trainer.parse_config([f"--checkpoint-dir={tmp_path}"]))
     trainer.write_text(tmp_path / "config.yaml", "epochs: 1")  # of less importance
-    assert "WARNING: cannot write" in capfd.readouterr().err
+    assert "WARNING: cannot write" in capfd.readouterr().out
 
 
 RUINED = """

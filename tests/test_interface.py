@@ -1,6 +1,5 @@
 """What a task is told, what it may hand over, and what is refused before the first step."""
 
-import io
 import itertools
 import os
 import re
@@ -212,27 +211,6 @@ def test_parameters_that_no_checkpoint_would_have_are_refused():
     task = task_of(method("optimizer", "cfg, model", elsewhere))
     with pytest.raises(KeyError):
         trainer.build_state(task, trainer.parse_config([]), trainer.World())
-
-
-def test_the_optimizer_takes_complex_parameters():
-    model = torch.nn.Linear(2, 1, dtype=torch.complex64)
-    model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
-    trainer.Task().optimizer(trainer.parse_config([]), model).step()
-
-
-def test_lines_reach_an_object_that_is_no_file():
-    """As sys.stdout is in a notebook, or where a test has replaced it."""
-
-    class Cell:
-        text = ""
-
-        def write(self, text):
-            self.text += text
-
-    cell, file = Cell(), io.StringIO()
-    for stream in (cell, file, None):
-        trainer.write_line("a line", stream)
-    assert cell.text == file.getvalue() == "a line\n"
 
 
 @pytest.mark.parametrize(("code", "expected"), REFUSED.values(), ids=REFUSED)

@@ -120,11 +120,14 @@ def test_a_tenth_of_the_time_but_no_more_than_two_minutes_is_left_to_save(
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep the handlers of this process
     run = SimpleNamespace(path=tmp_path, next_save=math.inf)
     requests = train_distributed.Requests(run)
-    for left, expected in ((reserve + 2, ""), (reserve - 2, "time limit")):
+    for left, seconds_per_step, expected in (
+        (reserve + 2, 0.1, False),
+        (reserve - 2, 0.1, True),
+        (reserve + 20, 30, True),  # the next step would end too late
+    ):
         monkeypatch.setattr(time, "time", lambda left=left: end - left)
-        assert requests.poll(0.1)[0] == expected
-    monkeypatch.setattr(time, "time", lambda: end - reserve - 20)
-    assert requests.poll(30)[0] == "time limit"  # the next step would end too late
+        _, _, *stops = requests.poll(seconds_per_step)
+        assert dict(zip(train_distributed.STOP_REASONS, stops))["time limit"] == expected
 
 
 @pytest.mark.parametrize(
