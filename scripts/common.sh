@@ -50,6 +50,7 @@ takes() {
 }
 
 # split_config [CONFIG] [OPTION ...]: sets `config`, "" if none is given, and the array `arguments` to the options.
+# Fails if there is no such file.
 split_config() {
   config=""
   arguments=("$@")
@@ -57,6 +58,7 @@ split_config() {
     config="$1"
     arguments=("${@:2}")
   fi
+  [[ -z "$config" || -f "$config" ]] || fail "there is no config $config in $PWD"
 }
 
 # add_option OPTION VALUE: puts it before `arguments`, if the user has given the value, and the script takes it.
@@ -71,7 +73,6 @@ add_option() {
 # set_program [CONFIG] [OPTION ...]: sets the arrays `script`, to what runs a rank, and `arguments`.
 set_program() {
   split_config "$@"
-  [[ -z "$config" || -f "$config" ]] || fail "there is no config $config in $PWD"
   local first_line=""
   script=(scripts/guard.py "$TRAIN_SCRIPT")
   case "$TRAIN_SCRIPT" in

@@ -9,7 +9,7 @@ step on each node. A refusal is one sentence, which is also written to FAILURE_F
 slow training down are warnings. Without a master address and port, it does not check the master;
 scripts/doctor.py checks all nodes together.
 It prints the number of GPUs.
-Exit code: 0, or 2 if the launch was refused. With PREFLIGHT=0, it warns instead of refusing.
+Exit code: 0, or 2 if the launch was refused. With GUARD=0, it warns instead of refusing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROGRAM = Path(sys.argv[0]).name  # or doctor.py, guard.py, which import this fi
 INSTALL = "pip install -r requirements.txt, or see scripts/site.sh"
 ADDRESS_REMEDY = (
     "set MASTER_ADDR to an address of node rank 0 that all nodes can reach "
-    "(or set PREFLIGHT=0 to launch anyway)"
+    "(or set GUARD=0 to launch anyway)"
 )
 
 
@@ -92,8 +92,8 @@ def check_launch(script: str, arguments: list[str], ranks: int) -> int:
 
 
 def refuse(text: str, cause: str = "configuration") -> None:
-    """Print why the launch would fail, and exit with code 2; only warn if PREFLIGHT=0."""
-    if os.environ.get("PREFLIGHT") == "0":
+    """Print why the launch would fail, and exit with code 2; only warn if GUARD=0."""
+    if os.environ.get("GUARD") == "0":
         report.say(f"{PROGRAM}: WARNING: {HOST}: {text}")
         return
     report.say(f"{PROGRAM}: error: {HOST}: {text}")

@@ -16,7 +16,6 @@
 # Python is not installed.
 #
 # Environment:
-#   VENV   the virtual environment                                                   [.venv]
 #   SLURM  a Debian suite whose Slurm the cluster tests run on, for example trixie   []
 #
 # Examples:
@@ -29,11 +28,10 @@
 
 set -euo pipefail
 
-export VENV="${VENV:-.venv}"
 export SLURM="${SLURM:-}"
 
 # By default, pytest keeps the files of three runs: 11 GB.
-pytest=("$VENV/bin/python" -m pytest -q -ra --durations=15 -o tmp_path_retention_count=1)
+pytest=(.venv/bin/python -m pytest -q -ra --durations=15 -o tmp_path_retention_count=1)
 outputs="" # directory with the output of each session of pytest
 
 print_help() {
@@ -52,7 +50,7 @@ install_cluster() {
 }
 
 lint() {
-  local bin="$VENV/bin" scripts
+  local bin=.venv/bin scripts
   mapfile -t scripts < <(find . -name .venv -prune -o \( -name '*.sh' -o -name '*.slurm' \) -print)
   "$bin/ruff" check .
   "$bin/ruff" format --check .
@@ -111,9 +109,9 @@ main() {
   fi
   trap interrupted INT TERM HUP
   scripts/quickstart.sh --install-only
-  if ! cmp -s tests/requirements.txt "$VENV/installed-tests-requirements.txt"; then
-    "$VENV/bin/pip" install --quiet --disable-pip-version-check -r tests/requirements.txt
-    cp tests/requirements.txt "$VENV/installed-tests-requirements.txt"
+  if ! cmp -s tests/requirements.txt .venv/installed-tests-requirements.txt; then
+    .venv/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+    cp tests/requirements.txt .venv/installed-tests-requirements.txt
   fi
   while [[ "${1:-}" == --cluster || "${1:-}" == --long ]]; do
     if [[ "$1" == --cluster ]]; then

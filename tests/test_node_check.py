@@ -62,7 +62,7 @@ def test_missing_packages(check):
     code, _, error = check("train_distributed.py", python=["-S"])  # without its site-packages
     assert code == 2
     assert f"{sys.executable} has no torch, torchvision, yaml: pip install -r" in error
-    code, _, error = check("my_train.py", python=["-S"], PREFLIGHT="0")
+    code, _, error = check("my_train.py", python=["-S"], GUARD="0")
     assert code == 0 and "WARNING" in error and "has no torch: pip install -r" in error
 
 
@@ -192,9 +192,9 @@ def test_a_kernel_without_ipv6(monkeypatch, capfd):
     assert capfd.readouterr() == ("0\n", "")
 
 
-def test_preflight_0_turns_a_refusal_into_a_warning(check):
+def test_guard_0_turns_a_refusal_into_a_warning(check):
     words = [*where(1, "localhost", 29400), "--nproc-per-node=2", "x.py", "--backend=nccl"]
-    code, out, error = check(*words, PREFLIGHT="0")
+    code, out, error = check(*words, GUARD="0")
     assert (code, out) == (0, "0\n")
     lines = error.splitlines()
     assert len(lines) == 2

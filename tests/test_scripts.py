@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import REPO, running, write_program
+from harness import REPO, copy_repository, running, write_program
 
 SOURCED = ("common.sh", "environment.sh", "site.sh")
 SHELL_SCRIPTS = sorted(
@@ -23,11 +23,18 @@ def run(*command, **env) -> subprocess.CompletedProcess:
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
 
 
+@pytest.fixture
+def quickstart(tmp_path):
+    """In a copy of the repository, without .venv."""
+    return copy_repository(tmp_path / "repo") / "scripts/quickstart.sh"
+
+
 @pytest.mark.long  # .ci/run begins with it anyway
-def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
+def test_quickstart_trains_resumes_and_reports_errors(tmp_path, quickstart):
+    (tmp_path / "repo/.venv").symlink_to(sys.prefix)
     # Use a proxy that does not exist: it must work without a network.
-    env = {"VENV": sys.prefix, "https_proxy": "http://127.0.0.1:9"}
-    quickstart, run_dir = REPO / "scripts/quickstart.sh", f"--checkpoint-dir={tmp_path}"
+    env = {"https_proxy": "http://127.0.0.1:9"}
+    run_dir = f"--checkpoint-dir={tmp_path}"
     first = run(quickstart, run_dir, "--epochs=1", **env)
     assert first.returncode == 0, first.stderr
     assert "Starting distributed training on 2 x cpu (2 per node)" in first.stdout
@@ -44,38 +51,36 @@ def test_quickstart_trains_resumes_and_reports_errors(tmp_path):
     assert typo.stderr.splitlines()[-1].startswith("quickstart.sh: error: ")
 
 
-def test_quickstart_that_is_interrupted_says_how_to_go_on(tmp_path):
+def test_quickstart_that_is_interrupted_says_how_to_go_on(tmp_path, quickstart):
     """With a stand-in for pip."""
-    write_program(tmp_path / "bin/pip", "echo installs; exec sleep 60")
+    write_program(tmp_path / "repo/.venv/bin/pip", "echo installs; exec sleep 60")
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    env = os.environ | {"VENV": str(tmp_path)}
-    with running([REPO / "scripts/quickstart.sh"], env=env, **streams) as quickstart:
-        next(line for line in quickstart.stdout if line == "installs\n")
-        os.killpg(quickstart.pid, signal.SIGINT)  # Ctrl-C
-        out, _ = quickstart.communicate(timeout=60)
-    assert quickstart.returncode == 130 and "same command" in out and "error" not in out, out
+    with running([quickstart], **streams) as process:
+        next(line for line in process.stdout if line == "installs\n")
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "same command" in out and "error" not in out, out
 
 
-def test_quickstart_without_a_suitable_python(tmp_path):
-    result = run(REPO / "scripts/quickstart.sh", VENV=tmp_path / "venv", PYTHON="python2")
+def test_quickstart_without_a_suitable_python(tmp_path, quickstart):
+    result = run(quickstart, PYTHON="python2")
     assert result.returncode == 2
     assert result.stderr == (
         "quickstart.sh: error: PYTHON=python2 is not Python 3.10 or newer: load a module, or set "
         "PYTHON\n"
     )
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "repo/.venv").exists()
 
 
-def test_quickstart_does_not_keep_a_torch_and_a_torchvision_that_do_not_fit(tmp_path):
+def test_quickstart_does_not_keep_a_torch_and_a_torchvision_that_do_not_fit(tmp_path, quickstart):
     """Stand-ins for pip, whose variables are those of other environments, and for Python."""
-    venv = tmp_path / "venv"
+    venv = tmp_path / "repo/.venv"
     log = tmp_path / "pip.txt"
     write_program(venv / "bin/pip", f'echo "$PIP_USER $PYTHONPATH$PIP_TARGET $*" >>{log}')
     for fits in (False, False, True, True):
         write_program(venv / "bin/python", "true" if fits else "echo no nms >&2; exit 1")
-        env = {"VENV": venv, "TORCH_INDEX": "cpu", "PYTHONPATH": "/other", "PIP_TARGET": "/other"}
-        env = {name: str(value) for name, value in env.items()}
-        result = run(REPO / "scripts/quickstart.sh", "--install-only", PIP_USER="1", **env)
+        env = {"TORCH_INDEX": "cpu", "PYTHONPATH": "/other", "PIP_TARGET": "/other"}
+        result = run(quickstart, "--install-only", PIP_USER="1", **env)
         assert result.returncode == (0 if fits else 2)
         assert fits or result.stderr.splitlines()[-1].startswith("quickstart.sh: error: torch and ")
     lines = log.read_text().splitlines()
