@@ -82,6 +82,7 @@ cores="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -
 [[ -n "${SLURM_OVERCOMMIT:-}$DRY_RUN" || "$cores" -ge "$ranks" ]] || fail "the job has too few cores on a node" \
   "($cores) for $ranks ranks: request --ntasks-per-node=$ranks, or --overcommit"
 cores="$((cores > ranks ? cores / ranks : 1))"
+[[ -n "${OMP_NUM_THREADS:-}" ]] || export OMP_NUM_THREADS="$cores"
 start "$PYTHON" scripts/supervise.py \
   "${srun[@]}" --ntasks-per-node="$ranks" --cpus-per-task="$cores" --kill-on-bad-exit=1 --cpu-bind=none \
   "${python[@]}" "${script[@]}" "${arguments[@]}"

@@ -103,7 +103,7 @@ def rank_check(stores: list[Counted]) -> tuple[float, int]:
     _, sent = measure(send_all, stores, "rank", info_of)
     deadline = time.monotonic() + 300
     seconds, read = measure(guard.compare_ranks, stores[0], len(stores), 300, deadline)
-    _, answered = measure(get_all, stores, "result")
+    _, answered = measure(get_all, stores, "problems")
     return seconds, sent + read + answered
 
 
@@ -132,11 +132,11 @@ class Watch(hang.HangWatch):
         self.rank = rank
         self.size = len(stores)
         self.store = stores[rank]
-        self.infos = hang.RankInfos(self.store, info_of(0))
+        self.infos = hang.RankInfos(self.store)
 
 
 def hang_report(stores: list[Counted]) -> tuple[float, int]:
-    """Each rank sends its note; the first reports; the others read who is silent."""
+    """Each rank sends its note; the first reports; the others wait until it has."""
     watches = [Watch(rank, stores) for rank in range(len(stores))]
     _, sent = measure(lambda: [watch.publish(note_of(watch.rank)) for watch in watches])
     seconds, read = measure(watches[0].collect)

@@ -10,12 +10,11 @@ import functools
 import gc
 import math
 import os
-import threading
 import weakref
 
 import torch
 from check_training import after, hook, parameters_of
-from report import say
+from report import say, within
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 STEPS = 20  # between two reads of what the device keeps
@@ -75,9 +74,7 @@ class FiniteCheck:
 
     def end(self) -> None:
         """The script has ended."""
-        thread = threading.Thread(target=hook(self.last_read), daemon=True)
-        thread.start()
-        thread.join(LIMIT)
+        within(LIMIT, self.last_read)
 
     def last_read(self) -> None:
         self.read()

@@ -25,18 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 STEPS = 3  # of an optimizer, after which the ranks of a DDP module are compared
 ALONE_STEPS = 20  # the same, of ranks without a process group
-MODULES = 3  # DDP modules are compared, at most
 CHUNK = 1 << 20  # elements that are converted at once
 ROUNDING = 2e-6  # of float32, between processors of different kinds, see digest()
 SAME_BATCH = 50  # digests of its gradients differ by less; those of others, by about 1 / ROUNDING
 OTHER_LIBRARIES = {"horovod", "mpi4py", "jax", "ray"}  # may connect the ranks, too
 BEFORE = set(sys.modules) - {"__main__"}  # loaded by guard.py
 RANK_NAMES = re.compile(r"\b(RANK|\w+_RANK|WORLD_SIZE|SLURM_\w+)\b")
-
-
-def start(watch: HangWatch) -> None:
-    if os.environ.get("CHECK_TRAINING") != "0":
-        watch.start_thread(TrainingCheck(watch).run)
 
 
 class TrainingCheck:
@@ -61,7 +55,7 @@ class TrainingCheck:
 
     def on_module(self, _, module, *__, **___) -> None:
         """A DDP module has been created. Ignored parameters: its ranks may have equal batches."""
-        if len(self.replicas) < MODULES and not module.parameters_to_ignore:
+        if not module.parameters_to_ignore:
             self.replicas.append(Replica(module))
 
     def on_save(self, _, obj, f, *__, **___) -> None:
@@ -260,8 +254,8 @@ def differ(numbers) -> bool:
 
 def names_ranks() -> bool:
     """Whether the script, or a file of its own, does: its ranks may be independent on purpose."""
-    names = sys.modules.keys() - BEFORE
-    files = [str(getattr(sys.modules[name], "__file__", "")) for name in names]
+    modules = [sys.modules[name] for name in sys.modules.keys() - BEFORE]
+    files = [str(getattr(module, "__file__", "")) for module in modules]
     own = [file for file in files if file.endswith(".py") and "/python3." not in file]
     return any(RANK_NAMES.search(Path(file).read_text("latin-1")) for file in own)
 

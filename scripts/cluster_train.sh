@@ -43,8 +43,8 @@ fail() {
   host="$(hostname)"
   echo "cluster_train.sh: error: $host: $*" >&2
   # For supervise.py. PYTHON may be what has failed.
-  "${PYTHON:-python3}" "$scripts/report.py" configuration "$*" --host "$host" 2>/dev/null ||
-    python3 "$scripts/report.py" configuration "$*" --host "$host"
+  "${PYTHON:-python3}" "$scripts/report.py" configuration "$*" "$host" 2>/dev/null ||
+    python3 "$scripts/report.py" configuration "$*" "$host"
   exit 2
 }
 

@@ -50,14 +50,11 @@ import os
 import re
 import runpy
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
 import traceback
 import types
-from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -70,7 +67,6 @@ from hosts import free_port, hosts_of_job, port_of_job
 from processes import end_with_parent
 from report import (
     HOST,
-    LOOPBACK,
     end_now,
     fail,
     format_ranges,
@@ -94,21 +90,7 @@ LOST_RANK = re.compile(  # in an error of gloo or NCCL: another rank has failed
 )
 OUT_OF_MEMORY = re.compile("OutOfMemory|out of memory|MemoryError|t allocate memory")
 GPU_ERROR = re.compile("CUDA|cuDNN|CUBLAS|NCCL|HIP error")
-GUARDS = ("0", "check", "1")  # what GUARD may be
 MAX_RANKS = 1_000_000
-OWN_MODULES = (
-    "check_finite",
-    "check_resume",
-    "check_resume_notes",
-    "check_training",
-    "explain",
-    "hang",
-    "hosts",
-    "memory",
-    "node_check",
-    "processes",
-    "report",
-)
 
 
 def main() -> None:
@@ -127,18 +109,19 @@ def run_as_rank(arguments: list[str]) -> None:
         end_with_parent()
     share_gpu(world)
     guard = os.environ.get("GUARD") or "1"
-    if guard not in GUARDS:
-        fail(f"GUARD is {guard!r}, not one of {', '.join(GUARDS)}")
+    if guard not in ("0", "check", "1"):
+        fail(f"GUARD is {guard!r}, not 0, check or 1")
     is_guarded = guard == "1"
     if is_guarded:
         configure_process(world)
     if guard != "0" and world["LOCAL_RANK"] == 0 and is_srun_step(os.environ):
-        check_node(arguments)
+        # As cluster_train.sh does it before torchrun; a task may see one GPU.
+        node_check.check_launch(arguments[0], arguments[1:], ranks=1)
     watch = None
     if guard != "0" and world["WORLD_SIZE"] > 1:
-        store, peers = check_ranks(world, arguments)
+        store = check_ranks(world, arguments)
         if is_guarded:
-            watch = start_watch(world, store, peers)
+            watch = start_watch(world, store)
             announce_exec(world["RANK"])
     finite = None
     if watch or (is_guarded and os.environ.get("CHECK_FINITE") == "1"):
@@ -174,17 +157,13 @@ def run_as_rank(arguments: list[str]) -> None:
         raise error
 
 
-def check_node(arguments: list[str]) -> None:
-    """As cluster_train.sh does it before torchrun."""
-    node_check.check_launch(arguments[0], arguments[1:], ranks=1)  # a task may see one GPU
-
-
-def start_watch(world: dict[str, int], store, peers: dict) -> HangWatch:
+def start_watch(world: dict[str, int], store) -> HangWatch:
     """From now on, watch the ranks."""
     import check_training  # imports PyTorch, as check_ranks() does
 
-    watch = HangWatch(world["RANK"], world["WORLD_SIZE"], store, peers)
-    check_training.start(watch)
+    watch = HangWatch(world["RANK"], world["WORLD_SIZE"], store)
+    if os.environ.get("CHECK_TRAINING") != "0":
+        watch.start_thread(check_training.TrainingCheck(watch).run)
     return watch
 
 
@@ -192,17 +171,12 @@ def announce_exec(rank: int) -> None:
     """os.execv() and its relatives put another program in the place of this process: say so."""
     own_pid = os.getpid()
 
-    def announced(function):
-        def wrapper(*arguments, **options):
-            if os.getpid() == own_pid:  # not in a child
-                text = f"rank {rank} becomes another program (os.exec), which is not watched"
-                say(f"guard.py: WARNING: {text}")
-            return function(*arguments, **options)
+    def announce(event: str, _) -> None:
+        if event == "os.exec" and os.getpid() == own_pid:  # not in a child
+            text = f"rank {rank} becomes another program (os.exec), which is not watched"
+            say(f"guard.py: WARNING: {text}")
 
-        return wrapper
-
-    os.execv = announced(os.execv)
-    os.execve = announced(os.execve)  # the others call these two
+    sys.addaudithook(announce)
 
 
 def note_steps() -> None:
@@ -273,11 +247,11 @@ def launch_environment(env) -> dict[str, int]:
             remedy = "let it start one scripts/cluster_train.sh per node, with its arguments"
             fail(f"mpirun has started this without RANK and WORLD_SIZE: {remedy}")
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    size = whole_number("WORLD_SIZE", env.get("WORLD_SIZE", ""), 1, MAX_RANKS)
-    rank = whole_number("RANK", env.get("RANK", ""), 0, size - 1)
-    local_rank = whole_number("LOCAL_RANK", env.get("LOCAL_RANK") or "0", 0, size - 1)
-    local_size = env.get("LOCAL_WORLD_SIZE") or str(local_rank + 1)
-    local_size = whole_number("LOCAL_WORLD_SIZE", local_size, local_rank + 1, MAX_RANKS)
+    size = whole_number(env, "WORLD_SIZE", 1, MAX_RANKS)
+    rank = whole_number(env, "RANK", 0, size - 1)
+    local_rank = whole_number(env, "LOCAL_RANK", 0, size - 1, "0")
+    least = local_rank + 1
+    local_size = whole_number(env, "LOCAL_WORLD_SIZE", least, MAX_RANKS, str(least))
     if size == 1 and env.pop("TORCHELASTIC_USE_AGENT_STORE", None):
         env.pop("MASTER_PORT", None)  # torchrun's: ranks that the script starts make a store
     try:
@@ -295,7 +269,7 @@ def launch_environment(env) -> dict[str, int]:
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_PORT": whole_number("MASTER_PORT", env["MASTER_PORT"], 1, 65535),
+        "MASTER_PORT": whole_number(env, "MASTER_PORT", 1, 65535),
     }
     for name, value in world.items():
         env[name] = str(value)
@@ -326,18 +300,15 @@ def configure_process(world: dict[str, int]) -> None:
 
 
 def choose_cores(world: dict[str, int]) -> None:
-    """Give this rank its share of the node's cores."""
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    """On a machine without GPUs, give this rank its share of the node's cores, because shared ones
+    are slow. A task that srun has bound has its share.
+    """
+    is_bound = is_srun_step(os.environ) and os.environ.get("SLURM_CPU_BIND_TYPE") != "none"
     cores = sorted(os.sched_getaffinity(0))
-    by_srun = os.environ.get("SLURM_CPU_BIND_TYPE") == "none"  # slurm_train_multinode.sh
-    if by_torchrun or by_srun or len(cores) == os.cpu_count():  # the rank is not bound yet
-        ranks = world["LOCAL_WORLD_SIZE"]
-        begin = len(cores) * world["LOCAL_RANK"] // ranks
-        end = len(cores) * (world["LOCAL_RANK"] + 1) // ranks
-        cores = cores[begin:end]
-    if cores and not has_gpu():
-        os.sched_setaffinity(0, cores)  # shared cores slow down CPU ranks
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores))))
+    count = len(cores) // world["LOCAL_WORLD_SIZE"]
+    if count and not is_bound and not has_gpu():
+        begin = count * world["LOCAL_RANK"]
+        os.sched_setaffinity(0, cores[begin : begin + count])
 
 
 def share_gpu(world: dict[str, int]) -> None:
@@ -346,9 +317,6 @@ def share_gpu(world: dict[str, int]) -> None:
         return
     if 0 < node_check.count_gpus() < world["LOCAL_WORLD_SIZE"]:
         os.environ.setdefault("NCCL_HOSTID", f"{HOST}-{world['LOCAL_RANK']}")
-        if world["RANK"] == 0:
-            text = "SHARE_GPU=1: ranks share GPUs and exchange over sockets: speed means nothing"
-            say(f"guard.py: WARNING: {text}")
 
 
 def wait_for_new_threads() -> None:
@@ -366,8 +334,8 @@ def wait_for_new_threads() -> None:
 def check_ranks(world: dict[str, int], arguments: list[str]):
     """Wait for all ranks and compare them; if there is a problem, all exit. Collective: every rank.
 
-    Returns (store, peers), see compare_ranks(). It uses a store with a timeout: a collective would
-    hang if a rank is missing. Only rank 0 reads what all ranks write.
+    Returns the store, which has a timeout: a collective would hang if a rank is missing. Only rank
+    0 reads what all ranks write, and tells them whether there is a problem.
     """
     rank = world["RANK"]
     timeout = seconds("RANK_TIMEOUT", 300)
@@ -377,37 +345,31 @@ def check_ranks(world: dict[str, int], arguments: list[str]):
     store.set(f"rank {rank}", json.dumps(info))
     if rank == 0:
         compare_ranks(store, world["WORLD_SIZE"], timeout, deadline)
-    result = wait_for(store, "result", deadline + 5)
-    if result is None:
+    problems = wait_for(store, "problems", deadline + 5)
+    if problems is None:
         text = f"rank {rank} on {HOST} waited {timeout:.0f} s for rank 0: see its log"
         fail(text, "node lost")
-    has_problem, peers = json.loads(result)
-    if has_problem:
+    if problems != "none":
         time.sleep(1)  # let rank 0 print first: the launcher kills all at the first exit
         sys.exit(2)
-    choose_interface(peers["hosts"])
-    return store, peers
+    return store
 
 
 def compare_ranks(store, size: int, timeout: float, deadline: float) -> None:
-    """Rank 0: wait for the rank infos; tell all whether there is a problem, and their peers.
-
-    peers: what does not grow with their number: how many hosts, and the info of the first rank.
-    """
+    """Rank 0: wait for the rank infos; tell all whether there is a problem."""
     infos = []
     for rank in range(size):
         text = wait_for(store, f"rank {rank}", deadline)
         infos.append(json.loads(text) if text else None)
     problem = find_problem(infos, timeout)
     started = ranks_by_host(infos)
-    peers = {"hosts": len(started), "first": infos[0]}
-    store.set("result", json.dumps([bool(problem), peers]))
+    store.set("problems", "some" if problem else "none")
     if None in infos:
         fail(problem, "node lost", started_hosts=list(started))
     if problem:
         fail(problem, hosts=odd_hosts(infos))
-    for host, ranks in started.items():
-        print(f"guard.py: {ranks_do(ranks, [host], '')}", flush=True)
+    for ranks in started.values():
+        print(f"guard.py: {ranks_do(ranks, infos)}", flush=True)
 
 
 def rank_info(arguments: list[str]) -> dict:
@@ -424,11 +386,7 @@ def rank_info(arguments: list[str]) -> dict:
         if path.suffix in (".py", ".yaml", ".yml", ".toml"):
             with suppress(OSError):
                 same[f"file {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-    return {
-        "host": HOST,
-        "pid": os.getpid(),
-        "same": same,
-    }
+    return {"host": HOST, "same": same}
 
 
 def connect(world: dict[str, int], timeout: float):
@@ -442,8 +400,7 @@ def connect(world: dict[str, int], timeout: float):
     try:
         return open_store(world, timeout)
     except Exception as error:
-        text = str(error).strip().split("\n")[0]
-        fail(f"{unreachable} ({text}): {remedy}", "port")
+        fail(f"{unreachable} ({message_of(error)}): {remedy}", "port")
     finally:
         timer.cancel()
 
@@ -477,7 +434,7 @@ def find_problem(infos: list[dict | None], timeout: float) -> str:
         started = [rank for rank, info in enumerate(infos) if info]
         return (
             f"ranks {format_ranges(missing)} of {len(infos)} did not start within {timeout:.0f} s: "
-            f"see their logs, or raise RANK_TIMEOUT (started: {name_ranks(started, infos)})"
+            f"see their logs, or raise RANK_TIMEOUT (started: {ranks_do(started, infos)})"
         )
     return next(find_differences(infos), "")
 
@@ -490,50 +447,15 @@ def find_differences(infos: list[dict | None]):
         ranks_with = ranks_by({rank: same.get(fact, "missing") for rank, same in known.items()})
         usual, *others = ranks_with  # usual: rank 0's value
         for value in others:
-            who = name_ranks(ranks_with[value], infos)
+            who = ranks_do(ranks_with[value], infos)
             yield f"{fact} differs: {value} for {who}, {usual} for rank 0"
 
 
 def odd_hosts(infos: list[dict]) -> list[str]:
     """Those that differ from most; none if there is no majority."""
     facts = {info["host"]: str(info["same"]) for info in infos}
-    counts = Counter(facts.values())
-    usual, count = counts.most_common(1)[0]
-    if count <= len(facts) / 2:
-        return []
-    return [host for host, own in facts.items() if own != usual]
-
-
-def name_ranks(ranks: list[int], infos: list[dict | None]) -> str:
-    """For example: ranks 0-3 on node01, node02."""
-    return ranks_do(ranks, [infos[rank]["host"] for rank in ranks], "")
-
-
-def choose_interface(hosts: int) -> None:
-    """Set GLOO_SOCKET_IFNAME if the host name resolves to a loopback address.
-
-    Gloo listens on the address of the host name. If that is 127.0.1.1, as on Debian, no other host
-    can reach it.
-    """
-    with suppress(OSError):
-        own_address = socket.gethostbyname(HOST)
-        if hosts > 1 and LOOPBACK.match(own_address):
-            master = socket.gethostbyname(os.environ["MASTER_ADDR"])
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_towards(master))
-
-
-def interface_towards(address: str) -> str:
-    """The network interface with the most specific route to this IPv4 address, or to any other."""
-    target = struct.unpack("=I", socket.inet_aton(address))[0]
-    best = ""
-    longest = -1
-    for line in Path("/proc/net/route").read_text().splitlines()[1:]:
-        name, network, _, _, _, _, _, mask, *_ = line.split()
-        mask = int(mask, 16)
-        if target & mask == int(network, 16) and mask.bit_count() > longest:
-            best = name
-            longest = mask.bit_count()
-    return best
+    usual = max(ranks_by(facts).values(), key=len)
+    return [host for host in facts if host not in usual and len(usual) > len(facts) / 2]
 
 
 # --------------------------------------------------------------------------------- the script
@@ -541,8 +463,8 @@ def interface_towards(address: str) -> str:
 
 def run(arguments: list[str]) -> None:
     """Run `SCRIPT ...` or `-m MODULE ...` in this process, as Python itself would."""
-    for name in OWN_MODULES:  # the script may have modules with these names
-        sys.modules.pop(name, None)
+    for path in Path(__file__).parent.glob("*.py"):  # the script may have modules with these names
+        sys.modules.pop(path.stem, None)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()
@@ -567,11 +489,11 @@ def run(arguments: list[str]) -> None:
 
 def report_error(error: BaseException, rank: int, watch: HangWatch | None) -> None:
     """Record why this rank failed, unless it failed only because another rank did."""
+    cause, reason = cause_and_reason(error)
     if has_lost_rank(error):
         wait_for_lost_rank(error, rank, watch)
-        return
-    cause, reason = cause_and_reason(error)
-    write_failure(cause, reason, rank)
+    else:
+        write_failure(cause, reason, rank)
     if cause == "exception" and GPU_ERROR.search(reason):
         node_check.report_gpu(reason)
 
@@ -608,8 +530,6 @@ def wait_for_lost_rank(error: BaseException, rank: int, watch: HangWatch | None)
         text += " must take part in the same collectives"
         write_failure("exception", text, rank, hosts=[])
         say(f"guard.py: {text}")
-    if GPU_ERROR.search(str(error)):
-        node_check.report_gpu("")  # of a rank that was aborted
     time.sleep(1)
 
 
@@ -622,11 +542,7 @@ def cause_and_reason(error: BaseException) -> tuple[str, str]:
         root = error.__cause__ or f"exit code {error.code}"
         return getattr(root, "cause", default), str(root)
     reason = f"{type(error).__name__}: {message_of(error)}"
-    if not OUT_OF_MEMORY.search(reason):
-        return "exception", reason
-    if os.environ.get("SHARE_GPU") == "1":
-        reason += " (SHARE_GPU=1: the ranks share its memory: use a smaller --batch-size)"
-    return "out of memory", reason
+    return "out of memory" if OUT_OF_MEMORY.search(reason) else "exception", reason
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import signal
 import statistics
 import sys
 import threading
@@ -16,10 +15,9 @@ import time
 import traceback
 from contextlib import suppress
 
-from processes import kill_descendants, parent_of
+from processes import kill_descendants
 from report import (
     HOST,
-    has_gpu,
     ranks_by,
     ranks_do,
     say,
@@ -41,6 +39,7 @@ COMPILING_CODE = re.compile(  # is on the stack only while it compiles
     r"|/triton/compiler/"
 )
 NCCL_TIMEOUT = 600  # seconds that PyTorch gives a collective of NCCL; gloo: 1,800
+RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"  # PyTorch reads it when it creates a process group
 RECORDERS = ("nccl", "nccl2", "nccl-lazy", "xccl", "gloo")  # PyTorch's, from 2.15 on
 EQUAL_SIZES = re.compile("reduce|broadcast|backward")  # collectives with the same on all ranks
 MAX_GROUPS = 4  # of ranks, whose lines the report names
@@ -61,15 +60,15 @@ class HangWatch:
     enqueued the first incomplete collective; the others may be far ahead of it.
     """
 
-    def __init__(self, rank: int, size: int, store, peers: dict):
+    def __init__(self, rank: int, size: int, store):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        enable_flight_recorder()
+        os.environ.setdefault(RECORDER_SIZE, "2000")  # else, before PyTorch 2.11, there is none
         register_optimizer_step_pre_hook(self.on_step)
         self.rank = rank
         self.size = size
         self.store = store
-        self.infos = RankInfos(store, peers["first"])  # see compare_ranks()
+        self.infos = RankInfos(store)
         self.fixed_timeout = seconds("HANG_TIMEOUT", None)
         self.steps = 0
         self.quiet = 0.0  # seconds since the last progress
@@ -77,8 +76,7 @@ class HangWatch:
         self.found = threading.Event()  # a hang
         self.over = threading.Event()  # the script has ended
         self.threads: list[threading.Thread] = []
-        shows_progress = records_gloo() or has_gpu()
-        if self.fixed_timeout != 0 and shows_progress:
+        if self.fixed_timeout != 0 and has_recorder():
             # Two threads: a store call never returns if the store's server is stopped.
             self.start_thread(self.watch)
             self.start_thread(self.poll)
@@ -105,9 +103,8 @@ class HangWatch:
 
     def timeout(self) -> float:
         """Seconds without progress that are a hang: earlier than PyTorch's own limit."""
-        fixed = self.fixed_timeout or seconds("HANG_TIMEOUT", None)  # the script may set it
-        if fixed:
-            return fixed
+        if self.fixed_timeout:
+            return self.fixed_timeout
         if self.quiet < QUIET_SECONDS:  # to read the recorder takes time
             return math.inf
         limits = [entry["timeout_ms"] / 1000 for entry in pending() if entry.get("timeout_ms")]
@@ -118,12 +115,15 @@ class HangWatch:
         self.steps += 1
 
     def poll(self) -> None:
-        """Check regularly whether another rank has found a hang, or compiles."""
+        """Check regularly whether another rank has found a hang, or compiles. Only a rank without
+        progress asks for the second.
+        """
         with suppress(Exception):  # the store has ended; another call would only print warnings
             while not self.over.wait(POLL):
                 if self.store.check(["hang"]):
                     self.found.set()
-                self.compilations = self.store.add("compilations", int(is_compiling()))
+                if self.quiet:
+                    self.compilations = self.store.add("compilations", int(is_compiling()))
 
     def own_note(self) -> dict:
         """Where this rank is."""
@@ -140,29 +140,23 @@ class HangWatch:
         within(POLL, self.publish, note)  # before the stacks: to print them may take long
         say(f"guard.py: rank {self.rank} on {HOST}: all stacks")
         faulthandler.dump_traceback(file=2, all_threads=True)
-        silent = within(STORE_SECONDS, self.collect)
-        if silent is None:  # the server of the store
+        if not within(STORE_SECONDS, self.collect):  # the server of the store
             self.report({self.rank: note}, {0: f"or its torchrun {SILENT}"})
-            silent = [] if self.rank == 0 else [0]
-        for rank in silent:
-            kill_sibling(self.infos[rank])
         kill_descendants()  # a loader worker may hang, too
         if self.rank == 0:
-            time.sleep(3)  # it may be the server: the others must have read who is silent
+            time.sleep(3)  # it may be the server: the others must have read that there is a report
         os._exit(1)
 
     def publish(self, note: dict) -> None:
         self.store.set(f"hang note {self.rank}", json.dumps(note))
         self.store.set("hang", "1")
 
-    def collect(self) -> list[int]:
-        """The first rank to call this reports the hang; the others wait until it has.
-
-        Returns the ranks that do not answer.
-        """
+    def collect(self) -> bool:
+        """The first rank to call this reports the hang; the others wait until it has."""
         deadline = time.monotonic() + POLL + 3
         if self.store.add("hang collectors", 1) > 1:
-            return json.loads(wait_for(self.store, "hang silent", deadline + POLL + 3) or "[]")
+            wait_for(self.store, "hang reported", deadline + POLL + 3)
+            return True
         notes = {}
         states = dict.fromkeys(self.ended(), ENDED)
         for rank in set(range(self.size)) - states.keys():
@@ -172,9 +166,8 @@ class HangWatch:
             else:
                 states[rank] = SILENT
         self.report(notes, states)
-        silent = [rank for rank, state in states.items() if state == SILENT]
-        self.store.set("hang silent", json.dumps(silent))
-        return silent
+        self.store.set("hang reported", "1")
+        return True
 
     def report(self, notes: dict[int, dict], states: dict[int, str]) -> None:
         """notes: of the ranks that answer; states: why the others have none."""
@@ -216,40 +209,26 @@ class HangWatch:
         with suppress(Exception):  # the store has ended, too
             ranks = sorted(self.ended())
             if ranks and self.store.add("ended ranks", 1) == 1:
-                return ranks_do(ranks, [self.infos[rank]["host"] for rank in ranks], "")
+                return ranks_do(ranks, self.infos)
         return ""
 
 
 class RankInfos(dict):
-    """{rank: see rank_info()}, read from the store once it is needed; that of rank 0 is known."""
+    """{rank: see rank_info()}, read from the store once it is needed; that of rank 0 now: it may be
+    the one that does not answer then.
+    """
 
-    def __init__(self, store, first: dict):
-        super().__init__({0: first})
+    def __init__(self, store):
         self.store = store
+        self[0]
 
     def __missing__(self, rank: int) -> dict:
         self[rank] = json.loads(self.store.get(f"rank {rank}"))
         return self[rank]
 
 
-def kill_sibling(info: dict) -> None:
-    """Kill a rank that cannot exit on its own. Only a child of our launcher: its id is stored."""
-    with suppress(OSError):
-        if info["host"] == HOST and parent_of(info["pid"]) == os.getppid():
-            os.kill(info["pid"], signal.SIGKILL)
-
-
-def enable_flight_recorder() -> None:
-    """Set what PyTorch reads when it creates the first process group; before 2.11, it is off.
-
-    With TORCH_NCCL_ENABLE_TIMING=1, set by users, NCCL's entries say which GPU has not started.
-    """
-    name = "TORCH_FR_BUFFER_SIZE" if records_gloo() else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-    os.environ.setdefault(name, "2000")
-
-
-def records_gloo() -> bool:
-    """Whether PyTorch has a Flight Recorder for gloo: from 2.8 on."""
+def has_recorder() -> bool:
+    """Whether PyTorch has a Flight Recorder for all backends: from 2.8 on."""
     return hasattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json")
 
 
@@ -278,7 +257,7 @@ def where_ranks_are(usual: str, states: dict[int, str], infos) -> str:
         return f"all ranks wait {usual}: check the network and the GPUs"
     texts = []
     for state, ranks in ranks_by(states).items():
-        texts.append(ranks_do(ranks, [infos[rank]["host"] for rank in ranks], state))
+        texts.append(ranks_do(ranks, infos, state))
     return f"{'; '.join(texts)}; the others wait {usual}"
 
 
@@ -292,9 +271,10 @@ def lines_of_ranks(notes: dict[int, dict], at_fault) -> list[str]:
     """At which lines the ranks are, a text per group: first those at fault, then the smallest."""
     groups = ranks_by({rank: note["line"] for rank, note in notes.items() if note.get("line")})
     order = sorted(groups, key=lambda line: (groups[line][0] not in at_fault, len(groups[line])))
-    texts = [ranks_do(groups[line], [], f"is {line}") for line in order[:MAX_GROUPS]]
-    more = sum(len(groups[line]) for line in order[MAX_GROUPS:])
-    return [*texts, f"{more} more are elsewhere"] if more else texts
+    texts = [ranks_do(groups[line], {}, f"is {line}") for line in order[:MAX_GROUPS]]
+    if len(order) > MAX_GROUPS:
+        texts.append("others are elsewhere")
+    return texts
 
 
 def find_fault(notes: dict[int, dict]) -> tuple[str, dict[int, str]]:
@@ -481,9 +461,8 @@ def flight_recorder(entries: bool):
     c10d = sys.modules["torch._C._distributed_c10d"]
     if hasattr(c10d, "_dump_nccl_trace_json"):
         yield "nccl-legacy", json.loads(c10d._dump_nccl_trace_json(entries, False))
-    if records_gloo():
-        try:
-            for name in RECORDERS:
-                yield name, json.loads(c10d._dump_fr_trace_json(entries, False, name))
-        except TypeError:  # PyTorch 2.8 to 2.14: one recorder, without a name
-            yield "gloo", json.loads(c10d._dump_fr_trace_json(entries, False))
+    try:
+        for name in RECORDERS:
+            yield name, json.loads(c10d._dump_fr_trace_json(entries, False, name))
+    except TypeError:  # PyTorch 2.8 to 2.14: one recorder, without a name
+        yield "gloo", json.loads(c10d._dump_fr_trace_json(entries, False))

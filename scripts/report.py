@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What guard.py and its neighbors share: how a rank reports an error, and reads the store.
 
-    python3 scripts/report.py CAUSE REASON [--host NAME]     write FAILURE_FILE, as a shell script
+    python3 scripts/report.py CAUSE REASON HOST     write FAILURE_FILE, as a shell script
 
 Any Python from 3.6 on can run this file: cluster_train.sh may have failed before it finds another.
 FAILURE_FILE is JSON: {"cause", "reason", "host": who writes; "time", "written": of the failure and
@@ -9,7 +9,6 @@ the file, seconds since 1970; "rank": if there is one; "hosts": those that may b
 can be said; "started_hosts": the others are at fault}
 """
 
-import argparse
 import json
 import os
 import re
@@ -32,12 +31,8 @@ LAST_PAUSE = 5
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="report.py", description="Write FAILURE_FILE.")
-    parser.add_argument("cause", metavar="CAUSE", help="such as configuration")
-    parser.add_argument("reason", metavar="REASON", help="a sentence")
-    parser.add_argument("--host", default=HOST, help="of the failure [this one]")
-    args = parser.parse_args()
-    write_failure(args.cause, args.reason, host=args.host)
+    cause, reason, host = sys.argv[1:]
+    write_failure(cause, reason, host=host)
 
 
 def say(text):
@@ -81,11 +76,9 @@ def write_new(file, facts):
 
 def write_event(event, text, **facts):
     """Add a line to EVENTS_FILE for scripts/supervise.py."""
-    file = os.environ.get("EVENTS_FILE")
-    if file:
-        record = {"time": time.time(), "event": event, "text": text, **facts}
-        with suppress(OSError), open(file, "a") as events:
-            events.write(json.dumps(record) + "\n")
+    record = {"time": time.time(), "event": event, "text": text, **facts}
+    with suppress(OSError, KeyError), open(os.environ["EVENTS_FILE"], "a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def write_stop(number):
@@ -148,8 +141,9 @@ def seconds(name, default):
     fail(f"{name} is {text!r}, not a number of seconds")
 
 
-def whole_number(name, text, low, high):
+def whole_number(env, name, low, high, default=""):
     """The value of an environment variable."""
+    text = env.get(name) or default
     with suppress(ValueError):
         value = int(text)
         if low <= value <= high:
@@ -167,7 +161,7 @@ def stop_signal():
 
 def stopped_exit_code():
     """$STOPPED_EXIT_CODE: that of a training that was stopped before its end."""
-    return whole_number("STOPPED_EXIT_CODE", os.environ.get("STOPPED_EXIT_CODE") or "0", 0, 255)
+    return whole_number(os.environ, "STOPPED_EXIT_CODE", 0, 255, "0")
 
 
 def has_gpu():
@@ -209,11 +203,12 @@ def ranks_by(values):
     return groups
 
 
-def ranks_do(ranks, hosts, predicate):
-    """For example: ranks 0-3 on node01, node02 are late. hosts: of the ranks, or none."""
+def ranks_do(ranks, infos, predicate=""):
+    """For example: ranks 0-3 on node01, node02 are late. infos: with their hosts, or empty."""
     text = f"ranks {format_ranges(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    if hosts:
-        text += f" on {', '.join(dict.fromkeys(hosts))}"
+    if infos:
+        hosts = dict.fromkeys(infos[rank]["host"] for rank in ranks)
+        text += f" on {', '.join(hosts)}"
     verb, _, rest = predicate.partition(" ")
     if len(ranks) > 1:
         verb = PLURALS.get(verb, verb)

@@ -37,7 +37,7 @@ from harness import (
 
 GUARD = REPO / "scripts/guard.py"
 HOST = os.uname().nodename
-needs_recorder = pytest.mark.skipif(not hang.records_gloo(), reason="needs PyTorch 2.8")
+needs_recorder = pytest.mark.skipif(not hang.has_recorder(), reason="needs PyTorch 2.8")
 
 # As in PyTorch's tutorial; a test may replace `# HERE` by a fault.
 DDP_SCRIPT = """
@@ -437,25 +437,23 @@ def test_scripts_and_config_files_are_compared_and_results_are_not(tmp_path, mon
 @pytest.mark.parametrize(
     ("variables", "allowed", "share"),
     [
-        ({"SLURM_CPU_BIND_TYPE": "none"}, range(8), [4, 5]),  # slurm_train_multinode.sh
-        ({"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, range(8), range(8)),  # of this task
-        ({"TORCHELASTIC_RUN_ID": "r"}, range(8), [4, 5]),
-        ({}, range(16), [8, 9, 10, 11]),  # not bound
+        ({"SLURM_CPU_BIND_TYPE": "none"}, range(8), [[4, 5]]),  # slurm_train_multinode.sh
+        ({"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, range(8), []),
+        ({"SLURM_CPU_BIND_TYPE": "none"}, range(3), []),  # fewer cores than ranks
+        ({"TORCHELASTIC_RUN_ID": "r"}, range(10), [[4, 5]]),
     ],
 )
 def test_a_rank_keeps_the_cores_that_it_was_bound_to(monkeypatch, variables, allowed, share):
     for name in ("SLURM_CPU_BIND_TYPE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    for name, value in {"SLURM_STEP_ID": "0", **variables}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     bound = []
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(allowed))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cores: bound.append(cores))
     guard.choose_cores({"LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4, "WORLD_SIZE": 4})
-    assert bound == [list(share)]
+    assert bound == share
 
 
 def info(host="node01", **same) -> dict:
@@ -488,7 +486,7 @@ def test_a_shell_script_writes_the_failure_file_whatever_characters_it_has(tmp_p
     if not path or subprocess.run([path, "-c", ""], capture_output=True).returncode:
         pytest.skip(f"no {python} here")
     reason = 'module load "cuda/12.8" has failed: C:\\ \n ü'
-    command = [path, REPO / "scripts/report.py", "configuration", reason, "--host", "n7"]
+    command = [path, REPO / "scripts/report.py", "configuration", reason, "n7"]
     for attempt in ({}, {"STOP_FILE": "/none"}):
         env = os.environ | {"FAILURE_FILE": str(tmp_path / "failure"), **attempt}
         subprocess.run(command, env=env, check=True)
@@ -615,7 +613,7 @@ FAILURES = {
     "invalid master": Launch(ranks=(1,), env={"MASTER_ADDR": "no..host", "RANK_TIMEOUT": 20}),
     "port in use": Launch(ranks=(0, 1), env={"RANK_TIMEOUT": 20, "MASTER_PORT": "taken"}),
 }
-LAUNCHES = {**(HANGS if hang.records_gloo() else {}), **FAILURES}
+LAUNCHES = {**(HANGS if hang.has_recorder() else {}), **FAILURES}
 
 
 @pytest.fixture(scope="module")
@@ -623,7 +621,7 @@ def launches(tmp_path_factory) -> dict[str, Result]:
     """How the launches have ended: at the same time, because a hang takes half a minute."""
     root = tmp_path_factory.mktemp("launches")
     servers = []
-    members = []  # (launch, environment of a rank)
+    members = []  # (launch, rank, its environment)
     taken = socket.create_server(("", 0))
     for name, launch in LAUNCHES.items():
         directory = root / name
@@ -644,20 +642,26 @@ def launches(tmp_path_factory) -> dict[str, Result]:
             if env["MASTER_PORT"] == "taken":  # where rank 0 would serve the store
                 env["MASTER_PORT"] = taken.getsockname()[1]
                 env["TORCHELASTIC_USE_AGENT_STORE"] = None
-            members.append((name, env))
+            members.append((name, rank, env))
 
     def join_all(processes):  # no rank is ended because one of another launch has failed
-        for process in processes:
-            process.join(300)
+        stopped = []
+        for process, (name, rank, _) in zip(processes, members):
+            if name.startswith(f"rank {rank}"):
+                stopped.append(process)
+            else:
+                process.join(120)
+        for process in stopped:
+            process.kill()  # as torchrun and srun do
 
     before = "import os; os.chdir(os.environ['DIRECTORY']); exec(os.environ.get('BEFORE', ''))"
     count = len(members)
     done = run_ranks(
-        count, GUARD, "my_train.py", env=lambda n: members[n][1], before=before, during=join_all
+        count, GUARD, "my_train.py", env=lambda n: members[n][2], before=before, during=join_all
     )
     taken.close()
     results = {name: Result([], [], [], root / name) for name in LAUNCHES}
-    for number, (name, _) in enumerate(members):
+    for number, (name, _, _) in enumerate(members):
         results[name].codes.append(done.codes[number])
         results[name].out.append(done.out[number])
         results[name].err.append(done.err[number])
@@ -773,17 +777,6 @@ def test_a_rank_that_works_alone_is_not_a_hang_while_nobody_waits(launches):
 # ---------------------------------------------------------- hang verdict: positions and recorders
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_only_a_process_of_the_same_launcher_is_killed(monkeypatch, is_ours):
-    """Whoever reaches the store can write the id of any process into it."""
-    with running(["sleep", "1000"]) as child:
-        if is_ours:  # this test is the launcher of the child
-            monkeypatch.setattr(os, "getppid", os.getpid)
-        hang.kill_sibling({"host": HOST, "pid": child.pid})
-        child.terminate()
-        assert -child.wait(60) == (signal.SIGKILL if is_ours else signal.SIGTERM)
-
-
 def note(enqueued: int, completed: int, name="nccl2:all_reduce [[55]]", started=-1) -> dict:
     """What a rank writes to the store. It waits if a collective is incomplete."""
     waits = name if enqueued > completed else ""
@@ -804,7 +797,7 @@ def watch_of(rank: int, size: int, store):
     watch.rank = rank
     watch.size = size
     watch.store = store
-    watch.infos = [{"host": HOST, "pid": 1}] * size
+    watch.infos = [{"host": HOST}] * size
     watch.quiet = 540.0
     return watch
 
@@ -819,8 +812,7 @@ def test_one_rank_reports_the_notes_of_those_that_answer(store, monkeypatch, cap
     with ThreadPoolExecutor() as pool:
         for watch in watches[first:]:
             watch.publish(watch.own_note())
-        silent = list(pool.map(lambda watch: watch.collect(), watches[first:]))
-    assert silent == [[0] if state == "does not answer" else []] * len(silent)
+        assert all(pool.map(lambda watch: watch.collect(), watches[first:]))
     (line,) = capsys.readouterr().err.splitlines()
     assert (f"rank 0 on {HOST} {state}; " in line) == bool(first)
 
@@ -917,7 +909,7 @@ def test_ranks_are_grouped_by_the_lines_of_the_script_those_at_fault_first():
     assert lines([1], validate, save) == [f"rank 1 is {save}", f"rank 0 is {validate}"]
     assert lines([], "", save) == [f"rank 1 is {save}"]
     texts = lines([], *[f"at train.py:{rank % 8}" for rank in range(64)])
-    assert len(texts) == 5 and texts[-1] == "32 more are elsewhere"
+    assert len(texts) == 5 and texts[-1] == "others are elsewhere"
 
 
 def test_the_line_is_the_innermost_one_of_the_script_s_own_directory(monkeypatch):
@@ -963,8 +955,6 @@ def test_the_limit_is_that_of_the_group_in_which_the_rank_waits(monkeypatch):
     watch.quiet = 60.0
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", Pending(7_200_000))
     assert watch.timeout() == 6480
-    monkeypatch.setenv("HANG_TIMEOUT", "50")  # by the script, as the trainer does
-    assert watch.timeout() == 50
     watch.fixed_timeout = 30.0  # that of the launch
     assert watch.timeout() == 30
 

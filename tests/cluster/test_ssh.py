@@ -455,32 +455,6 @@ def test_a_busy_port_or_a_master_that_is_elsewhere_is_an_error(cluster, repo):
     assert code == 2 and "but master node02" in text and text.count("\n") == 1, text
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", [AUTO, "slurm_train_multinode.sh"])
-def test_hosts_whose_own_name_resolves_to_127_0_1_1(
-    cluster, repo, tmp_path, options, check, launcher
-):
-    """As on Debian. Gloo would listen on that address, which no other host can reach."""
-    for host in TWO_NODES:
-        names = (cluster.directory / "etc-hosts").read_text()
-        path = tmp_path / host
-        path.write_text(re.sub(rf"(?m)^\S+ {host}$", f"127.0.1.1 {host}", names))
-        assert cluster.on(host, "mount", "--bind", path, "/etc/hosts") == (0, "")
-    try:
-        run = tmp_path / "run"
-        more = [*options, f"--checkpoint-dir={run}"]
-        if launcher == AUTO:
-            code, text = cluster.on("login", *words_of(AUTO), *more, cwd=repo)
-        else:
-            shape = ["--nodes=2", "--gpus-per-node=2"]
-            code, text = cluster.sbatch(repo, *shape, launcher, *more)
-        assert code == 0, text
-        check(text, run, TWO_NODES)
-    finally:
-        for host in TWO_NODES:
-            assert cluster.on(host, "umount", "/etc/hosts")[0] == 0
-
-
 @pytest.fixture
 def ipv6():
     """Two nodes with IPv6 addresses only, fd00:77::11 and ...::12, for one test."""
