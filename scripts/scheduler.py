@@ -1,28 +1,19 @@
-"""What Slurm or PBS knows of this job, and its requeue: for supervise.py. Needs only Python 3.8."""
+"""What Slurm knows of this job, and its requeue: for supervise.py. Needs only Python 3.8."""
 
 import os
 import re
 import subprocess
-import sys
 import time
 
 from hosts import expand
+from report import say
 
 ANSWER_SECONDS = 60  # slurmctld may be slow
 REFUSED = re.compile("disabled|denied|invalid", re.I)  # an error of scontrol that would repeat
 
 
 def log(text):
-    try:
-        print(f"supervise.py: {text}", file=sys.stderr, flush=True)
-    except OSError:  # the terminal was closed, or Ctrl-C ended a `tee`
-        sys.stderr = open(os.devnull, "w")
-
-
-def output_of(*command):
-    """What a command prints; None if it fails."""
-    code, text = run(*command)
-    return text if code == 0 else None
+    say(f"supervise.py: {text}")
 
 
 def run(*command):
@@ -37,35 +28,20 @@ def run(*command):
 
 
 def times_of_job():
-    """(when the user submitted this job, when its time ends), in seconds since 1970.
+    """(when the user submitted this Slurm job, when its time ends), in seconds since 1970.
 
-    None if the scheduler does not say; inf for the end of a time without limit.
+    inf if Slurm does not say, and for the end of a time without limit.
     """
-    if slurm_id():
-        facts = slurm_job()
-        form = "%Y-%m-%dT%H:%M:%S"
-        return seconds_of(facts.get("SubmitTime"), form), seconds_of(facts.get("EndTime"), form)
-    if not os.environ.get("PBS_JOBID"):
-        return None, None
-    facts = pbs_job()
-    start = seconds_of(facts.get("stime") or facts.get("start_time"))  # Torque's
-    end = None
-    if start and "Resource_List.walltime" in facts:
-        end = start + walltime_seconds(facts["Resource_List.walltime"])
-    return seconds_of(facts.get("qtime")), end
+    facts = slurm_job()
+    return seconds_of(facts.get("SubmitTime", "")), seconds_of(facts.get("EndTime", ""))
 
 
-def seconds_of(text, form="%a %b %d %H:%M:%S %Y"):
-    """A time in seconds since 1970; None if it is missing, inf if it is "Unknown"."""
-    if not text:
-        return None
+def seconds_of(text):
+    """A time in seconds since 1970; inf if it is missing or "Unknown"."""
     try:
-        return time.mktime(time.strptime(text, form))
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return float("inf")
-
-
-# ---------------------------------------------------------------------------------------- Slurm
 
 
 def slurm_id():
@@ -81,7 +57,7 @@ def slurm_job():
     job = slurm_id()
     if not job:
         return {}
-    text = output_of("scontrol", "show", "job", job) or ""
+    _, text = run("scontrol", "show", "job", job)
     return dict(re.findall(r"(\w+)=(\S*)", text))
 
 
@@ -101,17 +77,12 @@ def lost_nodes(program, nodes):
     One question for all. No answer in time says nothing about a node.
     """
     every = ",".join(nodes)
-    states = output_of("sinfo", "--noheader", "--Node", f"--nodes={every}", "--format=%N %t") or ""
+    _, states = run("sinfo", "--noheader", "--Node", f"--nodes={every}", "--format=%N %t")
     lost = [node for node in nodes if f"{node} down" in states]
     if not lost:
         where = [f"--nodes={len(nodes)}", f"--nodelist={every}", "--ntasks-per-node=1"]
-        test = [
-            "sh",
-            "-c",
-            'command -v "$0" >/dev/null && echo "has it: $SLURMD_NODENAME"',
-            program,
-        ]
-        _, text = run("srun", "--overlap", *where, *test)
+        test = 'command -v "$0" >/dev/null && echo "has it: $SLURMD_NODENAME"'
+        _, text = run("srun", "--overlap", *where, "sh", "-c", test, program)
         answers = re.findall(r"has it: (\S+)", text)
         lost = [node for node in nodes if node not in answers]
     return lost if len(lost) < len(nodes) else []
@@ -146,26 +117,9 @@ def exclude(job, facts, left_out, used):
         return
     command = ["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(names)}"]
     for _ in range(5):  # until Slurm has processed the requeue
-        if output_of(*command) is not None:
+        code, _ = run(*command)
+        if code == 0:
             return
         time.sleep(0.5)
     remedy = f"scancel {job}; submit the same command again, with --exclude={','.join(names)}"
     log(f"Slurm does not exclude {', '.join(left_out)}: {remedy}")
-
-
-# ------------------------------------------------------------------------------------------ PBS
-
-
-def pbs_job():
-    """The attributes of this job: {name: text}."""
-    text = output_of("qstat", "-f", os.environ["PBS_JOBID"]) or ""
-    unwrapped = text.replace("\n\t", "")
-    return dict(re.findall(r"(?m)^    (\S+) = (.*)$", unwrapped))
-
-
-def walltime_seconds(text):
-    """The seconds in [[DAYS:]HOURS:]MINUTES:SECONDS."""
-    seconds = 0
-    for number, unit in zip(reversed(text.split(":")), (1, 60, 3600, 86400)):
-        seconds += int(number) * unit
-    return seconds

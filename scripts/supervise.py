@@ -14,10 +14,10 @@ prints.
     requeue    lets Slurm start the job again, without a suspect host; tried until Slurm answers
     stop       prints how to resume
 
-Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of the job's time, DEADLINE or MAX_DURATION stop
-the training: each rank gets STOP_SIGNAL, and the file STOP_FILE is made. It has STOP_SECONDS to
-save and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of scripts/, SIGQUIT
-makes its ranks print their stacks.
+Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of a Slurm job's time, DEADLINE or MAX_DURATION
+stop the training: each rank gets STOP_SIGNAL, and the file STOP_FILE is made. It has STOP_SECONDS
+to save and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of scripts/,
+SIGQUIT makes its ranks print their stacks.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
 exit), DEADLINE (seconds since 1970: the first of these limits), ATTEMPT (1, 2, ...), ATTEMPT_ID
@@ -89,31 +89,21 @@ from processes import (
     kill_descendants,
     ranks_of_torchrun,
 )
-from report import stop_signal
-from scheduler import ended_by, log, lost_nodes, output_of, requeue, slurm_id, times_of_job
+from report import stop_signal, stopped_exit_code
+from scheduler import ended_by, log, lost_nodes, requeue, run, slurm_id, times_of_job
 
+NEVER = float("inf")
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 USER_ERRORS = ("configuration", "NaN")
 
 # Variables with the names of files, by which supervise.py and the training communicate.
 FILES = "STOP_FILE STATUS_FILE FAILURE_FILE EVENTS_FILE".split()
-MAX_EVENTS = 100  # of an attempt; earlier ones are ignored
 ON_EVENT_SECONDS = 10  # time limit of ON_EVENT: Slurm's KillWait may be running
 ON_EVENT = 'trap "" INT TERM HUP USR1 USR2; eval "$ON_EVENT"'  # a requeue sends SIGTERM
 REQUEUE_SECONDS = 10  # from one try to requeue to the next
 REQUEUE_TRIES = 360  # then, something else is wrong
 ASK_SECONDS = 60  # from one question for the end of the job, or for a status, to the next
 LEFT_SECONDS = 2  # for what a COMMAND that has succeeded leaves running
-NUMBERS = {  # environment variables, and their defaults
-    "MAX_RESTARTS": 10,
-    "MAX_DURATION": float("inf"),
-    "DEADLINE": float("inf"),
-    "RESTART_PAUSE": 10.0,
-    "STOP_SECONDS": 300.0,
-    "STOPPED_EXIT_CODE": 0,
-    "SLURM_RESTART_COUNT": 0,
-    "SLURM_JOB_END_TIME": float("inf"),
-}
 STATUS = {  # what supervise.py reads in STATUS_FILE, and what it assumes without
     "state": "",
     "reason": "",
@@ -141,14 +131,13 @@ def main():
         print(__doc__.strip())
         return 0 if command else 2
     stop_signal()
+    stopped_exit_code()
     try:
-        for name in NUMBERS:
-            number(name)
         supervisor = Supervisor(command)
     except ValueError as error:
         log(f"error: {error}")
         return 2
-    if is_srun(command):
+    if supervisor.is_srun:
         for name in list(os.environ):
             if OF_THE_JOB.fullmatch(name):
                 del os.environ[name]
@@ -160,22 +149,16 @@ def main():
     return supervisor.keep_alive()
 
 
-def number(name):
-    """The value of one of NUMBERS in the environment, of the type of its default.
-
-    Raises ValueError with its name.
-    """
-    default = NUMBERS[name]
+def number(name, default):
+    """The value of an environment variable, from 0 on. Raises ValueError with its name."""
     text = os.environ.get(name)
     if not text:
         return default
-    try:
-        value = type(default)(text)
-    except ValueError:
-        value = -1
-    if not value >= 0:  # nan is not, either
-        raise ValueError(f"{name} is {text!r}, not a number from 0 on: correct or unset it")
-    return value
+    with suppress(ValueError):
+        value = float(text)
+        if value >= 0:  # nan is not
+            return value
+    raise ValueError(f"{name} is {text!r}, not a number from 0 on: correct or unset it")
 
 
 # ---------------------------------------------------------------------------- requests to stop
@@ -189,13 +172,14 @@ class StopRequests:
         self.obeyed_at = None  # when the training was asked to stop
         self.pressed_again = False  # Ctrl-C
         self.began = time.time()
+        self.save_seconds = number("STOP_SECONDS", 300)
         for_each_stop(self.on_signal)  # before Slurm is asked, which may take a minute
         submitted, end = times_of_job()
-        self.submitted = submitted or self.began
+        self.submitted = min(submitted, self.began)
         self.ends = {  # the limits, in seconds since 1970
-            END: end or number("SLURM_JOB_END_TIME"),
-            "DEADLINE": number("DEADLINE"),
-            "MAX_DURATION": self.began + number("MAX_DURATION"),
+            END: min(end, number("SLURM_JOB_END_TIME", NEVER)),
+            "DEADLINE": number("DEADLINE", NEVER),
+            "MAX_DURATION": self.began + number("MAX_DURATION", NEVER),
         }
 
     def on_signal(self, number, _frame):
@@ -204,16 +188,9 @@ class StopRequests:
             self.pressed_again = now > self.obeyed_at + 1
         self.made.setdefault(signal.Signals(number).name, now)
 
-    def ask_again(self):
-        """The end may be changed, and suspended jobs end later. In a thread: Slurm may be slow."""
-        while True:
-            time.sleep(ASK_SECONDS)
-            _, end = times_of_job()
-            self.ends[END] = end or self.ends[END]
-
     def reserve(self, limit):
         """The seconds before a limit that are kept for a save."""
-        return min(number("STOP_SECONDS"), (self.ends[limit] - self.began) / 10)
+        return min(self.save_seconds, (self.ends[limit] - self.began) / 10)
 
     def look_at_clock(self):
         """Add the limits that are reached."""
@@ -222,14 +199,9 @@ class StopRequests:
             if now > end - self.reserve(limit):
                 self.made.setdefault(limit, now)
 
-    def add_file(self, when):
-        """A file STOP is for all jobs that were submitted before it was made, as in a chain."""
-        if when >= self.submitted:
-            self.made["STOP"] = when
-
     def kill_time(self):
         """When a training that was asked to stop is killed: in time for a requeue."""
-        limit = self.obeyed_at + number("STOP_SECONDS")
+        limit = self.obeyed_at + self.save_seconds
         end = self.ends[END] - min(30, self.reserve(END) / 4)  # later, Slurm would not requeue it
         return min(limit, end) if end > self.obeyed_at else limit
 
@@ -242,26 +214,30 @@ class Supervisor:
 
     def __init__(self, command):
         self.command = command
+        self.is_srun = Path(command[0]).name == "srun"  # others choose their nodes themselves
+        self.passes_stop = self.is_srun or is_ours(command)
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         self.job = job or f"{HOST}-{os.getpid()}"
-        self.restarts = number("SLURM_RESTART_COUNT")
+        self.restarts = int(number("SLURM_RESTART_COUNT", 0))
+        self.max_restarts = number("MAX_RESTARTS", 10)
+        self.restart_pause = number("RESTART_PAUSE", 10)
         logs = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs")  # all nodes see it
         self.directory = (logs / f"supervise_{self.job}").resolve()
-        self.files = None  # the directory of FILES, in the current attempt
+        self.files = None  # the directory of FILES
         self.run_dir = None  # reported by the training
         self.child = None  # the process of COMMAND
         self.requests = StopRequests()
         self.earlier = []  # attempts of this process
         signal.signal(signal.SIGQUIT, self.forward)
 
-        self.job_nodes = expand(os.environ.get("SLURM_JOB_NODELIST", ""))
+        self.job_nodes = expand(os.environ.get("SLURM_JOB_NODELIST", "")) if self.is_srun else []
         self.given = self.job_nodes  # all hosts that may be used
         self.excluded = expand(os.environ.get("EXCLUDED_NODES", ""))
         self.leave_out(())
 
     def forward(self, number, _frame):
         """A request for stacks, which would end other programs than our launchers."""
-        if self.child and is_ours(self.command):
+        if self.child and self.passes_stop and not self.is_srun:
             self.child.send_signal(number)
 
     def leave_out(self, suspects):
@@ -271,12 +247,17 @@ class Supervisor:
 
     def set_master(self, env):
         """For srun, whose tasks have not agreed on it: MASTER_ADDR and MASTER_PORT."""
-        if self.nodes and is_srun(self.command):
+        if self.nodes:
             env["MASTER_ADDR"], env["MASTER_PORT"] = choose_master(env, self.nodes)
 
     def keep_alive(self):
         """Run attempts until the training ends. Returns the exit code."""
-        in_background(self.requests.ask_again)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.files = Path(tempfile.mkdtemp(dir=self.directory))
+        except OSError as error:
+            log(f"error: cannot write to {self.directory} ({error.strerror}): set LOG_DIR")
+            return 2
         while True:
             attempt = self.attempt()
             decision = self.decide(attempt)
@@ -294,7 +275,6 @@ class Supervisor:
             if decision.action not in AGAIN:
                 self.end(decision)
                 return exit_code(decision, is_refused)
-            self.requests.obeyed_at = None
             self.earlier.append(attempt._replace(next=decision.action))
             self.leave_out(decision.suspects)
 
@@ -307,8 +287,8 @@ class Supervisor:
         limits = Limits(
             hosts=hosts,
             spares=len(hosts) - fewest,
-            max_restarts=number("MAX_RESTARTS"),
-            restart_pause=number("RESTART_PAUSE"),
+            max_restarts=self.max_restarts,
+            restart_pause=self.restart_pause,
             can_requeue=can_requeue and bool(slurm_id() and shutil.which("scontrol")),
         )
         return decide(attempt, [*self.earlier_starts(), *self.earlier], limits)
@@ -319,7 +299,8 @@ class Supervisor:
         while True:
             self.requests.look_at_clock()
             with suppress(OSError):
-                self.requests.add_file(os.stat(f"{self.run_dir}/STOP").st_mtime)
+                os.remove(f"{self.run_dir}/STOP")  # as the trainer does: it is obeyed
+                self.requests.made["STOP"] = time.time()
             if self.requests.made or time.monotonic() >= end:
                 return
             time.sleep(min(1, seconds))
@@ -340,14 +321,13 @@ class Supervisor:
         remedy = ""
         if decision.action == "stop":
             remedy = "; the same command resumes it"
-            with suppress(OSError):  # it was made in a pause: obeyed
-                os.remove(f"{self.run_dir}/STOP")
         elif decision.action == "give up":
             remedy = ". After fixing it, the same command resumes it"
         if decision.action != "finish":
             log(f"{decision.sentence}{remedy}")
         if decision.action != "requeue":
             shutil.rmtree(self.directory / "check_resume", ignore_errors=True)
+        shutil.rmtree(self.files, ignore_errors=True)
         with suppress(OSError):
             self.directory.rmdir()  # unless it holds the attempt log
 
@@ -356,65 +336,57 @@ class Supervisor:
     def attempt(self):
         """Run COMMAND once. Returns what it has left behind."""
         count = len(self.earlier) + 1
-        self.make_files(count)
-        env = self.environment(count)
-        begun = Attempt((), None, attempt=env["ATTEMPT_ID"], start=time.time(), code=code_version())
+        files = {name: self.files / f"{count}.{name}" for name in FILES}
+        env = self.environment(count, files)
+        start = time.time()
+        code = code_version()
         before = last_change()
-        code = self.run(env)
+        exit_code = self.run(env, files)
 
-        status = read_status(self.files / "STATUS_FILE")
+        status = read_status(files["STATUS_FILE"])
         self.learn_run_dir(status)
-        events = parse_lines(lines_of(self.files / "EVENTS_FILE"))
+        events = parse_lines(lines_of(files["EVENTS_FILE"]))
         hosts = self.used_hosts(events)
-        of_ranks = "".join(lines_of(self.files / "STOP_FILE")[:1])  # by run_torchrun.py, guard.py
+        of_ranks = "".join(lines_of(files["STOP_FILE"])[:1])  # by run_torchrun.py, guard.py
         self.add_requests_of(status, of_ranks)
-        failed_gpus = [event.get("host") for event in events if event.get("event") == "gpu_failed"]
-        start_step = status["start_step"]
-        attempt = begun._replace(
+        failed_gpus = [event for event in events if event.get("event") == "gpu_failed"]
+        attempt = Attempt(
             hosts=hosts,
-            exit_code=128 - code if 128 < code < 160 else code,  # of a shell
-            reports=self.reports(hosts, code),
-            defective=[name_among(hosts, host) for host in failed_gpus],
+            exit_code=128 - exit_code if 128 < exit_code < 160 else exit_code,  # of a shell
+            reports=self.reports(files["FAILURE_FILE"], hosts, exit_code),
+            defective=[name_among(hosts, event["host"]) for event in failed_gpus],
             requests={**self.requests.made},
             of_ranks=of_ranks,
             state=status["state"],
             stopped_by=status["reason"],
-            start_step=start_step,
-            end_step=max(start_step, status["global_step"]),
-            saved_step=max(start_step, status["saved_step"]) if status["state"] else None,
-            world_size=status["world_size"],
+            start_step=status["start_step"],
+            end_step=status["global_step"],
+            saved_step=status["saved_step"] if status["state"] else None,
             restarts=self.restarts,
+            start=start,
             end=time.time(),
-            events=events[-MAX_EVENTS:],
+            attempt=env["ATTEMPT_ID"],
+            world_size=status["world_size"],
+            code=code,
+            events=events,
         )
-        shutil.rmtree(self.files, ignore_errors=True)
         return attempt._replace(progress=progress(attempt, before))
 
     def learn_run_dir(self, status):
         if os.path.isdir(status["run_dir"]):
             self.run_dir = status["run_dir"]
 
-    def make_files(self, count):
-        """The directory of FILES of the next attempt."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self.files = Path(tempfile.mkdtemp(prefix=f"{count}_", dir=self.directory))
-        except OSError as error:
-            self.files = Path(tempfile.mkdtemp())
-            what = "a stop reaches ranks on this host only: set LOG_DIR"
-            log(f"WARNING: cannot write to {self.directory} ({error}); {what}")
-
-    def environment(self, count):
+    def environment(self, count, files):
         """The environment of the next attempt."""
         env = {**os.environ, "ATTEMPT": str(count)}
         env.pop("ON_EVENT", None)  # it may have a secret
         env["ATTEMPT_ID"] = f"{self.job}.{1000 * self.restarts + count}"
-        for name in FILES:
-            env[name] = str(self.files / name)
+        for name, file in files.items():
+            env[name] = str(file)
         if env.get("CHECK_RESUME", "1") == "1":
             env["CHECK_RESUME"] = str(self.directory / "check_resume")
         deadline = min(self.requests.ends.values())
-        if deadline < float("inf"):
+        if deadline < NEVER:
             env["DEADLINE"] = str(deadline)
         if count > 1:
             env["SLURM_OVERLAP"] = "1"  # Slurm may count the previous step as running
@@ -423,16 +395,18 @@ class Supervisor:
 
     def command_on_nodes(self):
         """COMMAND; srun is told the nodes of this attempt."""
-        if not self.nodes or not is_srun(self.command):
+        if not self.nodes:
             return self.command
         nodes = [f"--nodes={len(self.nodes)}", f"--nodelist={','.join(self.nodes)}"]
         return [self.command[0], *nodes, *self.command[1:]]
 
     def used_hosts(self, events):
         """Those of this attempt, as launch.py or this file has chosen them."""
-        chosen = next((event for event in events if event.get("event") == "hosts"), {})
-        self.given = chosen.get("given") or self.given
-        return chosen.get("used") or self.nodes or [HOST]
+        for event in events:
+            if event.get("event") == "hosts":
+                self.given = event["given"]
+                return event["used"]
+        return self.nodes or [HOST]
 
     def add_requests_of(self, status, of_ranks):
         """Those that did not come through this process."""
@@ -450,11 +424,11 @@ class Supervisor:
         if by:
             made[by] = time.time()
 
-    def reports(self, hosts, code):
+    def reports(self, file, hosts, code):
         """Those of the hosts; without any, what the scheduler knows."""
-        files = sorted(self.files.glob("FAILURE_FILE*"))
+        files = sorted(file.parent.glob(f"{file.name}*"))
         found = [read_report(file, hosts) for file in files]
-        if found or code == 0 or self.requests.made or not is_srun(self.command):
+        if found or code == 0 or self.requests.made or not self.is_srun:
             return found
         program = next((word for word in self.command[1:] if not word.startswith("-")), "true")
         lost = lost_nodes(program, hosts) if len(hosts) > 1 else []
@@ -465,7 +439,7 @@ class Supervisor:
             return [Report("killed", "exit code 2 of srun, and no report", "a node")]
         return []
 
-    def run(self, env):
+    def run(self, env, files):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
         try:
             self.child = subprocess.Popen(
@@ -475,13 +449,13 @@ class Supervisor:
             log(f"error: cannot start {self.command[0]}: {error.strerror}")
             return 2
         has_ended = threading.Event()
-        waiting = in_background(self.look_for_status, has_ended)
+        waiting = in_background(self.look_for_status, files["STATUS_FILE"], has_ended)
         code = None
         # A signal may have killed a shell, but its children still save.
         while code is None or (code < 0 and self.requests.obeyed_at and descendants()):
             time.sleep(0.2)
             if not self.requests.obeyed_at:
-                self.stop_if_requested()
+                self.stop_if_requested(files["STOP_FILE"])
             elif self.requests.pressed_again or time.time() > self.requests.kill_time():
                 os.killpg(self.child.pid, signal.SIGINT)  # it makes our launchers kill all
                 code = -signal.SIGKILL
@@ -492,31 +466,31 @@ class Supervisor:
         waiting.join(ASK_SECONDS)
         return code
 
-    def look_for_status(self, has_ended):
+    def look_for_status(self, file, has_ended):
         """Learn the run directory. A status that never comes is asked for less and less."""
         seconds = 0.5
         while not has_ended.wait(seconds):
-            status = read_status(self.files / "STATUS_FILE")
+            status = read_status(file)
             if status["state"]:
                 self.learn_run_dir(status)
-                for record in self.log_records():
-                    if "STOP" in record["requests"]:
-                        self.requests.add_file(record["requests"]["STOP"])
+                # A file STOP is for all jobs that were submitted before it, as in a chain.
+                stops = [record["requests"].get("STOP", 0) for record in self.log_records()]
+                if max(stops, default=0) > self.requests.submitted:
+                    self.requests.made["STOP"] = max(stops)
                 return
             seconds = min(2 * seconds, ASK_SECONDS)
 
-    def stop_if_requested(self):
+    def stop_if_requested(self, file):
         """Ask the training to stop. The ranks come first; the rest may wait for a disk."""
         self.requests.look_at_clock()
         if not self.requests.made:
             return
         self.requests.obeyed_at = time.time()
-        if is_srun(self.command) or is_ours(self.command):
-            # srun forwards it; see run_torchrun.py and guard.py
+        if self.passes_stop:  # srun forwards it; see run_torchrun.py and guard.py
             self.child.send_signal(signal.SIGUSR2)
         else:
             signal_training(self.child.pid)
-        in_background((self.files / "STOP_FILE").touch)
+        in_background(file.touch)
         by = ", ".join(self.requests.made)
         log(f"{by}: saving and stopping; press Ctrl-C again to kill the training")
 
@@ -533,8 +507,8 @@ class Supervisor:
         """The attempts of this job before it was requeued."""
         found = []
         for record in self.log_records():
-            job, _, _ = record["attempt"].rpartition(".")
-            if job == self.job and record["restarts"] < self.restarts:
+            is_of_job = record["attempt"].startswith(f"{self.job}.")
+            if is_of_job and record["restarts"] < self.restarts:
                 fields = {name: record[name] for name in Attempt._fields}
                 fields["reports"] = [Report(**report) for report in record["reports"]]
                 found.append(Attempt(**fields))
@@ -542,8 +516,8 @@ class Supervisor:
 
     def record(self, attempt, decision):
         """Add a line to the attempt log, and pass it to ON_EVENT."""
-        record = {"attempt": "", "cause": decision.cause, "reason": decision.reason, "next": ""}
-        record.update(attempt._asdict(), next=decision.action)
+        record = {"cause": decision.cause, "reason": decision.reason, **attempt._asdict()}
+        record["next"] = decision.action
         record["reports"] = [report._asdict() for report in attempt.reports]
         record["recomputed"] = attempt.end_step - (attempt.saved_step or 0)
         try:
@@ -570,7 +544,7 @@ def exit_code(decision, is_refused):
     if decision.action in ("finish", "requeue"):
         return 0
     if decision.action == "stop" and decision.cause == "stopped":
-        return number("STOPPED_EXIT_CODE") or int(is_refused)
+        return stopped_exit_code() or int(is_refused)
     return 2 if decision.cause in USER_ERRORS else 1
 
 
@@ -581,16 +555,11 @@ def in_background(function, *arguments):
     return thread
 
 
-def is_srun(command):
-    """Other launchers choose their nodes themselves."""
-    return Path(command[0]).name == "srun"
-
-
 def is_ours(command):
     """Whether it is a launcher of this scripts/, which forwards signals to the ranks."""
     files = [Path(word).resolve() for word in command[:2]]
     ours = [file.name for file in files if REPOSITORY / "scripts" in file.parents]
-    return bool(ours) and ours != ["guard.py"] and not is_srun(command)
+    return bool(ours) and ours != ["guard.py"]
 
 
 def progress(attempt, before):
@@ -639,7 +608,7 @@ def read_status(path):
 def read_report(file, hosts):
     """A Report; one that cannot be read says nothing about a host. hosts: those of the attempt."""
     facts = read_json(file)
-    host = facts.get("host") or file.name.partition("FAILURE_FILE.")[2] or "a host"
+    host = facts.get("host", "a host")
     try:
         at_fault = [name_among(hosts, name) for name in facts.get("hosts", [])]
         if "started_hosts" in facts:
@@ -647,15 +616,15 @@ def read_report(file, hosts):
             at_fault = [name for name in hosts if name not in came]
         seconds_ago = facts.get("written", 0) - facts.get("time", 0)
         return Report(
-            cause=facts["cause"] + "",
-            reason=facts["reason"] + "",
+            cause=str(facts["cause"]),
+            reason=str(facts["reason"]),
             host=name_among(hosts, host) or host,
             hosts=at_fault,
             rank=facts.get("rank"),
             time=os.stat(file).st_mtime - seconds_ago,  # one clock for all: the file system's
         )
     except (OSError, KeyError, TypeError, AttributeError):
-        return Report("killed", "its report cannot be read", f"{host}")
+        return Report("killed", "its report cannot be read", str(host))
 
 
 def parse_lines(lines):
@@ -668,15 +637,15 @@ def parse_json(text):
     """{} if it is not a JSON object."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def code_version():
     """The commit of the current directory, and whether files differ from it; "" without git."""
-    version = output_of("git", "describe", "--always", "--dirty=, modified", "--exclude=*") or ""
-    return version.strip()
+    code, version = run("git", "describe", "--always", "--dirty=, modified", "--exclude=*")
+    return version.strip() if code == 0 else ""
 
 
 # ------------------------------------------------------------------------------------ processes

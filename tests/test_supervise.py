@@ -170,17 +170,6 @@ def test_a_closed_terminal_stops_the_training_and_is_logged(tmp_path, fake, star
     assert (attempt["cause"], attempt["reason"]) == ("stopped", "SIGHUP")
 
 
-def test_a_stop_reaches_the_training_although_log_dir_cannot_be_written(tmp_path, fake, start):
-    (tmp_path / "file").touch()
-    process = start(*fake, LOG_DIR=tmp_path / "file")
-    wait_for_training(tmp_path)
-    process.send_signal(signal.SIGTERM)
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "WARNING: cannot write to" in text, text
-    (attempt,) = attempts(tmp_path)
-    assert attempt["cause"] == "stopped"
-
-
 @pytest.mark.parametrize(
     ("received", "facts", "requests"),
     [
@@ -223,8 +212,8 @@ def test_a_stop_waits_for_no_disk_and_no_scheduler(supervisor, monkeypatch, tmp_
     monkeypatch.setattr(module, "ASK_SECONDS", 0.1)
     us.command = [sys.executable, "-c", SAVES_SLOWLY, tmp_path / "saved"]
     threading.Timer(1, us.requests.on_signal, (signal.SIGTERM, None)).start()
-    us.files = tmp_path
-    code = us.run({**os.environ})
+    files = {name: tmp_path / name for name in module.FILES}
+    code = us.run({**os.environ}, files)
     never.set()
     wait_until(lambda: threading.active_count() == 1, "a thread runs on")
     assert code == 0 and (tmp_path / "saved").exists()
@@ -243,17 +232,16 @@ def test_a_request_ends_the_pause(tmp_path, fake, start, by):
     assert not (tmp_path / "run/STOP").exists() and causes(tmp_path) == ["killed"]
 
 
-@pytest.mark.parametrize(("submitted", "cause"), [("2020", "stopped"), ("2040", "stopped later")])
-def test_a_stop_file_is_for_each_job_that_was_submitted_before(
-    tmp_path, fake, supervise, submitted, cause
-):
-    """The first job of a chain has removed the file. qstat stands for PBS."""
-    stopped = {**Attempt([], 0, requests={"STOP": time.time()})._asdict(), "cause": "stopped"}
-    (tmp_path / "run/attempts.jsonl").write_text(json.dumps(stopped) + "\n")
-    write_program(tmp_path / "bin/qstat", f'echo "    qtime = Sat Nov 28 20:00:00 {submitted}"')
-    env = {"PBS_JOBID": "2", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    code, text = supervise(*fake, **env, MAX_DURATION="9")
-    assert code == 0 and ("(STOP)" in text) == (cause == "stopped"), text
+@pytest.mark.parametrize("submitted", [100, 300])
+def test_a_stop_file_is_for_each_job_that_was_submitted_before(supervisor, tmp_path, submitted):
+    """The first job of a chain has removed the file, and says so in the attempt log."""
+    _, us = supervisor
+    record = Attempt([], 0, requests={"STOP": 200})._asdict()
+    (tmp_path / "attempts.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "status").write_text(json.dumps({"state": "running", "run_dir": str(tmp_path)}))
+    us.requests.submitted = submitted
+    us.look_for_status(tmp_path / "status", threading.Event())
+    assert ("STOP" in us.requests.made) == (submitted == 100)
 
 
 IGNORES_SIGTERM = """
@@ -281,16 +269,6 @@ def test_what_does_not_stop_is_killed_by_a_second_ctrl_c_or_after_stop_seconds(
     assert causes(tmp_path) == ["killed"]
 
 
-def test_exit_code_0_after_a_stop_counts_as_stopped_without_a_status(tmp_path, start, job):
-    """Slurm is asked to requeue; scontrol stands for it."""
-    process = start(sys.executable, "-c", SAVES_SLOWLY, tmp_path / "saved", **job)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGUSR1)
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and requeues(tmp_path) == 1, text
-    assert (tmp_path / "saved").exists() and causes(tmp_path / "logs") == ["stopped"]
-
-
 SAVES_SLOWLY = """
 import signal, sys, time
 def save(*_):
@@ -303,15 +281,17 @@ time.sleep(1000)
 """
 
 
-def test_a_scheduler_that_kills_the_shell_around_it_lets_the_training_save(tmp_path, start):
+def test_a_scheduler_that_kills_the_shell_around_it_lets_the_training_save(tmp_path, start, job):
+    """Then, the job is requeued. scontrol stands for Slurm."""
     command = [sys.executable, "-c", SAVES_SLOWLY, tmp_path / "saved"]
-    process = start("bash", "-c", '"$@"; :', "bash", *command)  # bash would exec the last command
+    process = start("bash", "-c", '"$@"; :', "bash", *command, **job)  # it would exec the last one
     assert process.stdout.readline() == "ready\n"
     shell = int(subprocess.check_output(["pgrep", "-P", str(process.pid)]))
     process.send_signal(signal.SIGTERM)
     os.killpg(shell, signal.SIGTERM)
-    process.communicate(timeout=120)
-    assert (tmp_path / "saved").exists()
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and requeues(tmp_path) == 1, text
+    assert (tmp_path / "saved").exists() and causes(tmp_path / "logs") == ["stopped"]
 
 
 # Each process that handles SIGTERM writes a line when it gets it, at once: print() may write parts.
@@ -392,40 +372,31 @@ def test_ranks_whose_launcher_was_killed_end_before_the_restart(tmp_path, fake, 
     assert not processes_with("MARK", tmp_path)
 
 
-MALFORMED = """
-import json, os, pathlib, sys
-run = pathlib.Path(sys.argv[1])
-status = {"state": "running", "run_dir": str(run), "start_step": 0, "global_step": 5}
-status |= json.loads(sys.argv[2])
-if os.environ["ATTEMPT"] == "2":
-    status["state"] = "finished"
-pathlib.Path(os.environ["STATUS_FILE"]).write_text(json.dumps(status))
-(run / "metrics.jsonl").write_text('{"step": 3, "time": "10:30"}\\nnull\\n')
-(run / "attempts.jsonl").write_text('{"attempt": 7}\\n[]\\n{"attempt": "a", "cause": "hang"}\\n')
-import time
-time.sleep(1)
-if os.environ["ATTEMPT"] == "1":
-    os.kill(os.getpid(), 9)
-"""
+def test_records_that_are_malformed_or_of_another_program_count_as_missing(supervisor, tmp_path):
+    module, us = supervisor
+    for text in ('{"saved_step": "5", "global_step": null}', "[]", "{", '"a"'):
+        (tmp_path / "status").write_text(text)
+        assert module.read_status(tmp_path / "status") == module.STATUS
+    us.learn_run_dir({"run_dir": "a\0b"})
+    us.directory = tmp_path
+    (tmp_path / "attempts.jsonl").write_text('{"attempt": 7}\n[]\n{"attempt": "a"}\nnull\n{"at')
+    assert us.run_dir is None and us.log_records() == []
 
 
-@pytest.mark.parametrize("status", [{"saved_step": "5", "global_step": None}, {"run_dir": "a\0b"}])
-def test_records_that_are_malformed_or_of_another_program_end_nothing(tmp_path, supervise, status):
-    command = [sys.executable, "-c", MALFORMED, tmp_path, json.dumps(status)]
-    code, text = supervise(*command)
-    assert code == 0 and text.count("Restart 1 in ") == 1 and "Traceback" not in text, text
-
-
-@pytest.mark.parametrize("value", ["junk", "nan", "-1"])
-def test_a_variable_that_is_not_a_number_is_named(tmp_path, supervise, value):
-    code, text = supervise("true", MAX_RESTARTS=value)
-    assert code == 2 and not list(tmp_path.iterdir())
-    assert "MAX_RESTARTS" in text and value in text
-
-
-def test_a_command_that_does_not_exist_is_a_user_error(supervise):
-    code, text = supervise("no-such-command")
-    assert code == 2 and "cannot start no-such-command: No such file or directory" in text
+@pytest.mark.parametrize(
+    ("command", "env", "error"),
+    [
+        ("true", {"MAX_RESTARTS": "junk"}, "MAX_RESTARTS is 'junk'"),
+        ("true", {"MAX_DURATION": "nan"}, "MAX_DURATION is 'nan'"),
+        ("true", {"STOP_SECONDS": "-1"}, "STOP_SECONDS is '-1'"),
+        ("true", {"STOPPED_EXIT_CODE": "256"}, "STOPPED_EXIT_CODE is '256'"),
+        ("true", {"LOG_DIR": "/proc/none"}, "/proc/none"),
+        ("no-such-command", {}, "cannot start no-such-command: No such file or directory"),
+    ],
+)
+def test_a_user_error_is_one_sentence(supervise, command, env, error):
+    code, text = supervise(command, **env)
+    assert code == 2 and error in text and "Traceback" not in text, text
 
 
 def test_a_dry_run_touches_nothing(tmp_path, supervise):
@@ -461,21 +432,17 @@ with open(os.environ["EVENTS_FILE"], "w") as file:
 """
 
 
-def test_events_of_the_ranks_are_recorded(tmp_path, supervise):
-    code, text = supervise(sys.executable, "-c", REPORTS_EVENTS)
-    assert code == 0, text
-    (attempt,) = attempts(tmp_path / "logs")
-    assert attempt["events"] == [{"event": "training", "ranks": [1]}]
-    assert names_in(tmp_path / "logs") == ["attempts.jsonl"]
-
-
 def test_a_command_is_run_after_each_attempt(tmp_path, supervise):
-    supervise(*CRASH, ON_EVENT=f"cat >>{tmp_path}/events; echo >>{tmp_path}/events")
+    """It and the attempt log have the events of the ranks."""
+    on_event = f"cat >>{tmp_path}/events; echo >>{tmp_path}/events"
+    supervise(sys.executable, "-c", f"{REPORTS_EVENTS}\nraise SystemExit(1)", ON_EVENT=on_event)
     lines = (tmp_path / "events").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert [record["next"] for record in records] == [*["restart"] * 4, "give up"]
     logged = attempts(tmp_path / "logs")
     assert [record | attempt for record, attempt in zip(records, logged)] == records
+    assert [record["events"] for record in logged] == [[{"event": "training", "ranks": [1]}]] * 5
+    assert names_in(tmp_path / "logs") == ["attempts.jsonl"]
 
 
 def test_neither_the_training_nor_ps_shows_a_secret_of_on_event(tmp_path, supervise):
@@ -517,18 +484,6 @@ def test_a_requeued_job_knows_its_earlier_starts(tmp_path, fake, supervise, job)
         assert gave_up == (restarts == 2), text
 
 
-def test_a_training_that_does_not_stop_at_the_time_limit_is_killed_in_time_for_the_requeue(
-    tmp_path, supervise, job
-):
-    """Although STOP_SECONDS, 300 by default, would end after the job."""
-    end = time.time() + 20
-    command = [sys.executable, "-c", IGNORES_SIGTERM.replace("1000", "40")]
-    code, text = supervise(*command, **job, END=time.strftime("%FT%T", time.localtime(end)))
-    (attempt,) = attempts(tmp_path / "logs")
-    assert attempt["cause"] == "killed" and requeues(tmp_path) == 1, text
-    assert attempt["end"] < end + 9  # kill_command() takes some seconds if SIGTERM is ignored
-
-
 @pytest.mark.parametrize("answers", [[None, None, True], [None, False], [None] * 3])
 def test_a_requeue_is_tried_until_slurm_answers(supervisor, monkeypatch, answers):
     module, us = supervisor
@@ -565,13 +520,13 @@ def test_the_reports_of_the_hosts_are_read(supervisor, tmp_path):
     lost = {"cause": "node lost", "reason": "no", "host": "n1", "started_hosts": ["n1.site", "n3"]}
     named = {"cause": "hang", "reason": 'a "b"', "host": "n2.site", "rank": 1, "hosts": ["n3.site"]}
     named |= {"time": 5, "written": 15}
-    contents = [lost, named, {**lost, "hosts": 3}, {**lost, "time": "1"}, {"cause": 1}, []]
+    contents = [lost, named, {**lost, "hosts": 3}, {**lost, "time": "1"}, {"reason": 1}, []]
     for number, content in enumerate(contents):
         file = tmp_path / f"FAILURE_FILE.n{number}"
         file.write_text(json.dumps(content))
         os.utime(file, (1000 + number, 1000 + number))
     (tmp_path / "FAILURE_FILE").write_text('{"cause": "ha')
-    first, *reports = us.reports(["n1", "n2", "n3"], 1)
+    first, *reports = us.reports(tmp_path / "FAILURE_FILE", ["n1", "n2", "n3"], 1)
     assert first[:2] == ("killed", "its report cannot be read") and first.hosts == []
     assert reports[0] == ("node lost", "no", "n1", ["n2"], None, 1000)
     assert reports[1] == ("hang", 'a "b"', "n2", ["n3"], 1, 991)  # 10 s before it was written
@@ -591,16 +546,21 @@ def test_a_file_shows_the_progress_of_a_script_without_a_status(supervisor, monk
     assert module.progress(attempt, before) == "file"
 
 
-@pytest.mark.parametrize(("seconds", "reserve"), [("", 300), ("900", 500)])
-def test_the_time_for_a_save_is_kept_before_each_limit(supervisor, monkeypatch, seconds, reserve):
+def test_the_time_for_a_save_is_kept_before_each_limit_and_for_the_requeue(supervisor):
     _, us = supervisor
-    monkeypatch.setenv("STOP_SECONDS", seconds)
-    us.requests.ends = {END: us.requests.began + 5000, "DEADLINE": us.requests.began + 9000}
-    assert us.requests.reserve(END) == reserve
-    assert us.requests.reserve("DEADLINE") == (300 if not seconds else 900)
+    us.requests.save_seconds = 900
+    began = us.requests.began
+    us.requests.ends = {END: began + 5000, "DEADLINE": began + 9000}
+    assert (us.requests.reserve(END), us.requests.reserve("DEADLINE")) == (500, 900)
+    us.requests.obeyed_at = began + 4500
+    assert us.requests.kill_time() == began + 4970
+    us.requests.obeyed_at = began + 10
+    assert us.requests.kill_time() == began + 910
+    us.requests.obeyed_at = began + 5001  # the limit was raised, or Slurm is late
+    assert us.requests.kill_time() == began + 5901
 
 
-# ----------------------------------------------------------------------- the state of Slurm, PBS
+# ---------------------------------------------------------------------------- the state of Slurm
 
 
 @pytest.mark.parametrize(
@@ -652,27 +612,18 @@ def test_cleared_nodes_are_used_again_and_those_of_the_user_are_not(monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("facts", "minutes"),
+    ("text", "expected"),
     [
-        ("    Resource_List.walltime = 01:30:00\n    stime = {}\n", 90),  # OpenPBS
-        ("    Resource_List.walltime = 1:00:01:00\n    start_time = {}\n", 24 * 60 + 1),  # Torque
-        ("    stime = {}", None),
-        ("", None),
+        ("SubmitTime=1970-01-02T00:00:00 EndTime=1970-01-03T00:00:00", (86400, 2 * 86400)),
+        ("SubmitTime=1970-01-02T00:00:00 EndTime=Unknown", (86400, float("inf"))),
+        ("", (float("inf"), float("inf"))),
     ],
 )
-def test_the_deadline_comes_from_qstat(monkeypatch, facts, minutes):
-    start = int(time.time())
-    text = f"Job Id: 7.server\n{facts.format(time.ctime(start))}\n\n" if facts else None
-    monkeypatch.setattr(scheduler, "output_of", lambda *words: text)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setenv("PBS_JOBID", "7.server")
-    assert scheduler.times_of_job() == (None, start + 60 * minutes if minutes else None)
-
-
-def test_a_limit_that_was_taken_away_has_no_end(monkeypatch):
-    monkeypatch.setattr(scheduler, "slurm_id", lambda: "7")
-    monkeypatch.setattr(scheduler, "slurm_job", lambda: {"EndTime": "Unknown"})
-    assert scheduler.times_of_job() == (None, float("inf"))
+def test_the_times_of_a_job_are_those_of_slurm(monkeypatch, tmp_path, text, expected):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    write_program(tmp_path / "scontrol", f'echo "JobId=7 {text}"')
+    assert scheduler.times_of_job() == tuple(time + scheduler.time.timezone for time in expected)
 
 
 # ------------------------------------------------------------------------ nodes that are left out
@@ -735,13 +686,15 @@ def test_sigquit_reaches_our_launchers_but_not_srun(tmp_path, start, name, is_re
 
 def test_only_srun_is_told_the_nodes_and_the_master(supervisor, monkeypatch):
     """A launcher that uses ssh, inside an allocation, has hosts of its own."""
-    _, us = supervisor
+    module, _ = supervisor
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    us.job_nodes = us.nodes = ["n1", "n2"]
-    assert us.command_on_nodes() == ["true"] and "MASTER_ADDR" not in us.environment(1)
-    us.command = ["srun", "x"]
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2")
+    us = module.Supervisor(["true"])
+    assert us.command_on_nodes() == ["true"] and "MASTER_ADDR" not in us.environment(1, {})
+    us = module.Supervisor(["srun", "x"])
     assert us.command_on_nodes() == ["srun", "--nodes=2", "--nodelist=n1,n2", "x"]
-    assert us.environment(1)["MASTER_ADDR"] == "n1" and us.environment(1)["MASTER_PORT"]
+    env = us.environment(1, {})
+    assert env["MASTER_ADDR"] == "n1" and env["MASTER_PORT"]
 
 
 @pytest.mark.parametrize(
@@ -751,7 +704,6 @@ def test_only_srun_is_told_the_nodes_and_the_master(supervisor, monkeypatch):
         (["bash", "scripts/cluster_train.sh"], True),
         (["python", "scripts/guard.py", "train.py"], False),
         (["python", "/home/me/scripts/train.py"], False),
-        (["srun", "scripts/cluster_train.sh"], False),
     ],
 )
 def test_only_launchers_of_this_repository_forward_a_stop_themselves(monkeypatch, command, ours):

@@ -37,7 +37,7 @@ line = json.dumps({
     "argv": sys.argv[1:], "quoted": env.get("QUOTED"), "attempt": env.get("ATTEMPT_ID"),
     "gpus": env.get("CUDA_VISIBLE_DEVICES"),
     "cores_of_step": int(env.get("SLURM_CPUS_ON_NODE", 0)),
-    "threads": env.get("OMP_NUM_THREADS"), "deadline": env.get("DEADLINE"),
+    "threads": env.get("OMP_NUM_THREADS"),
 })
 os.write(1, f"PROBE {line}\\n".encode())
 """

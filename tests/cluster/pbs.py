@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Simulates PBS on the cluster of up.sh: qsub and qdel on the login node, pbsdsh and qstat in jobs.
+"""Simulates PBS on the cluster of up.sh: qsub and qdel on the login node, pbsdsh in jobs.
 
 PBS itself is in no package registry. This simulates what was observed with two MoMs of OpenPBS
 23.06: a copy of the job script runs on the first host, in the home directory, as
@@ -7,11 +7,11 @@ the child of a shell; PBS_NODEFILE names a host once per slot and exists on the 
 OMP_NUM_THREADS is NCPUS; the umask is 077 without -W umask. pbsdsh -n SLOT starts a process on the
 host of that slot, in a session of its own, with nothing of the caller's environment, and exits with
 0 whatever the process does. Signals go to the sessions of the script and of pbsdsh's processes, and
-to nothing outside of them: qdel and the end of the walltime send SIGTERM, and SIGKILL after 30 s;
+to nothing outside of them: qdel sends SIGTERM, and SIGKILL after 30 s;
 either kills the shell above the script. When the shell ends, the sessions get SIGKILL, too; after
 qdel only when they are empty.
 
-    pbs.py qsub HOST[,HOST...] SLOTS [-W ...] [-l walltime=...] [-v NAME=VALUE,...] SCRIPT
+    pbs.py qsub HOST[,HOST...] SLOTS [-W ...] [-v NAME=VALUE,...] SCRIPT
     pbsdsh -n SLOT -- PROGRAM [ARGUMENT ...]
 
 SIGTERM to the qsub process is qdel.
@@ -77,18 +77,9 @@ def qsub(hosts: str, slots: str, *words: str) -> int:
         tasks, spool = Path(directory, "tasks"), Path(directory, f"{job}.SC")
         tasks.mkdir()
         spool.write_text(script.read_text())
-        for name in ("pbsdsh", "qstat"):
-            program = Path(directory, name)
-            program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} "$@"\n')
-            program.chmod(0o755)
-        facts = {
-            "Resource_List.walltime": attributes.get("walltime", "24:00:00"),
-            "stime": time.ctime(),
-            "Submit_arguments": " ".join(words),  # without the user's quotes
-        }
-        lines = [f"    {name} = {value}" for name, value in facts.items()]
-        lines = [re.sub("(.{70})", r"\1\n\t", line) for line in lines]
-        Path(directory, "qstat.txt").write_text("\n".join([f"Job Id: {job}", *lines, "\n"]))
+        program = Path(directory, "pbsdsh")
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} pbsdsh "$@"\n')
+        program.chmod(0o755)
         nodefile = f"/run/{job}"  # every host has its own /run
         text = "".join(f"{host}\n" * int(slots) for host in hosts.split(","))
         put = [HERE / "on.sh", first, "tee", nodefile]
@@ -143,11 +134,5 @@ def pbsdsh(option: str, slot: str, dashes: str, *command: str) -> int:
     return 0
 
 
-def qstat(option: str, job: str) -> int:
-    assert (option, job) == ("-f", os.environ["PBS_JOBID"])
-    print(Path(os.environ["SIMULATION"], "qstat.txt").read_text(), end="")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit({"qsub": qsub, "pbsdsh": pbsdsh, "qstat": qstat}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit({"qsub": qsub, "pbsdsh": pbsdsh}[sys.argv[1]](*sys.argv[2:]))

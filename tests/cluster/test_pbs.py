@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import time
 
 import pytest
 from machines import HERE, probed, wait_until
@@ -31,10 +30,9 @@ def qsub(cluster, repo):
 def test_each_node_is_started_once_with_the_arguments_and_the_environment(qsub, repo, probe):
     """Training: test_guide.py."""
     env = {"NPROC_PER_NODE": "2", **probe, "QUOTED": 'it\'s "so"'}
-    arguments, began = "configs/default_config.yaml --mine 1", time.time()
-    walltime = ["-l", "walltime=01:00:10"]
+    arguments = "configs/default_config.yaml --mine 1"
     hosts = ["node02", "node01"]  # PBS names each once per slot
-    code, text = qsub(hosts, 4, repo / SCRIPT, *walltime, ARGS=arguments, **env)
+    code, text = qsub(hosts, 4, repo / SCRIPT, ARGS=arguments, **env)
     assert code == 0, text
     records = probed(text)
     assert [r["rank"] for r in records] == [0, 1, 2, 3]
@@ -42,7 +40,6 @@ def test_each_node_is_started_once_with_the_arguments_and_the_environment(qsub, 
     assert {r["quoted"] for r in records} == {'it\'s "so"'}
     assert records[0]["argv"][-2:] == ["--mine", "1"]
     assert {r["threads"] for r in records} == {str(max(1, os.cpu_count() // 2))}  # PBS said 64
-    assert began - 1 < float(records[0]["deadline"]) - 3610 < time.time()
 
 
 @pytest.mark.long
