@@ -25,7 +25,6 @@ from harness import (
     REPO,
     SLOW_DISK,
     TORCHRUN,
-    launch,
     newest_in,
     running,
     signal_all,
@@ -197,39 +196,3 @@ def test_a_stop_does_not_wait_for_the_next_record(tmp_path, tiny):
 
     stopped = train(run, 1, *tiny, FOREVER, "--log-every-steps=50000", during=during)
     assert stopped.status()["global_step"] < 50000
-
-
-# The first step takes until SIGINT has arrived that often.
-INTERRUPTS = """if True:
-    import time
-    import train_distributed
-
-    interrupts = []
-
-    def on_signal(self, number, frame, inner=train_distributed.Requests.on_signal):
-        interrupts.append(number)
-        open(f"{directory}/interrupt{{len(interrupts)}}", "w").close()
-        inner(self, number, frame)
-
-    def train_step(*arguments, inner=train_distributed.train_step):
-        open(f"{directory}/interrupt0", "w").close()
-        while len(interrupts) < {count}:
-            time.sleep(0.01)
-        inner(*arguments)
-
-    train_distributed.Requests.on_signal = on_signal
-    train_distributed.train_step = train_step
-"""
-
-
-@pytest.mark.parametrize("count, code", [(2, 0), (3, 130)])
-def test_a_ctrl_c_that_a_launcher_forwards_saves_and_a_third_one_kills(tmp_path, tiny, count, code):
-    def during(processes):
-        for number in range(count):
-            wait_until((tmp_path / f"interrupt{number}").exists, f"no interrupt {number}")
-            signal_all(processes, signal.SIGINT)
-
-    slow = INTERRUPTS.format(directory=tmp_path, count=count)
-    stopped = launch(tmp_path / "run", 1, *tiny, FOREVER, during=during, before=slow)
-    assert stopped.codes == [code] and "Traceback" not in stopped.err[0]
-    assert bool(stopped.saved()) == (code == 0)
