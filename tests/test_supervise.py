@@ -16,16 +16,14 @@ from contextlib import suppress
 import pytest
 import scheduler
 from harness import (
-    FOREVER,
     OLD_PYTHONS,
     REPO,
     load,
     processes_with,
-    wait_for_step,
     wait_until,
     write_program,
 )
-from policy import END, Attempt, Decision
+from policy import END, Attempt, Decision, Report
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
 TRAIN = [sys.executable, REPO / "scripts/guard.py", REPO / "train_distributed.py"]
@@ -138,36 +136,23 @@ def wait_for_training(directory) -> None:
     wait_until(lambda: step.exists() and int(step.read_text() or 0) > 30, "no training")
 
 
+DECISION = Decision("killed", "", (), "requeue", 0, "")
 CRASH = [sys.executable, "-c", "raise SystemExit(1)"]
 
 
-def test_ctrl_c_stops_and_saves(tmp_path, tiny, start, supervise):
-    """The attempt log is in the run directory, which only the trainer knows."""
-    (tmp_path / "elsewhere").mkdir()
-    launch = ["bash", "-c", 'cd "$0" && exec "$@"', tmp_path / "elsewhere"]
-    command = [*launch, *TRAIN, *tiny, "--checkpoint-dir=my run"]
-    run = tmp_path / "elsewhere/my run"
-    process = start(*command, FOREVER, STOPPED_EXIT_CODE="75")
-    wait_for_step(run, 5)
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 75, text
-    assert "supervise.py: stopped (SIGINT); the same command resumes it" in text
-    assert causes(tmp_path) == ["stopped"] and not (run / "STOP").exists()
-    step = json.loads((run / "status.json").read_text())["global_step"]
-    code, text = supervise(*command, FOREVER, f"--stop-at-step={step + 3}")
-    assert code == 0 and f"Stopped at step {step + 3} " in text, text
-    assert not list((tmp_path / "logs").iterdir())  # nothing is left but the run directory's log
-
-
-def test_a_closed_terminal_stops_the_training_and_is_logged(tmp_path, fake, start):
-    process = start(*fake)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_stop_is_logged_in_the_run_directory(tmp_path, fake, start, supervise, number):
+    """Only the training knows which that is. At SIGHUP, the terminal is closed."""
+    process = start(*fake, STOPPED_EXIT_CODE="75")
     wait_for_training(tmp_path)
-    process.stdout.close()
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=120) == 0
-    (attempt,) = attempts(tmp_path)
-    assert (attempt["cause"], attempt["reason"]) == ("stopped", "SIGHUP")
+    if number == signal.SIGHUP:
+        process.stdout.close()
+    process.send_signal(number)
+    assert process.wait(timeout=120) == 75
+    (attempt,) = attempts(tmp_path / "run")
+    assert (attempt["cause"], attempt["reason"]) == ("stopped", number.name)
+    assert attempt["saved_step"] > 30 and attempt["recomputed"] == 0
+    assert not list((tmp_path / "logs").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -354,33 +339,13 @@ def test_a_killed_supervisor_leaves_no_training_behind(tmp_path, fake, start):
     assert not processes_with("MARK", tmp_path)
 
 
-LAUNCHES_A_SESSION = 'if [[ "$ATTEMPT" == 2 ]]; then exec "${@:4}"; fi; setsid "${@:1:3}"; :'
-
-
-def test_ranks_whose_launcher_was_killed_end_before_the_restart(tmp_path, fake, start):
-    """They are in a session of their own, as the ranks of torchrun are."""
-    rank = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(1000)"]
-    process = start("bash", "-c", LAUNCHES_A_SESSION, "bash", *rank, *fake)
-    assert process.stdout.readline() == "ready\n"
-    (launcher,) = map(int, subprocess.check_output(["pgrep", "-P", str(process.pid)]).split())
-    (rank,) = map(int, subprocess.check_output(["pgrep", "-P", str(launcher)]).split())
-    os.kill(launcher, signal.SIGKILL)
-    wait_for_training(tmp_path)
-    assert not {launcher, rank} & set(processes_with("MARK", tmp_path))
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
-    assert not processes_with("MARK", tmp_path)
-
-
-def test_records_that_are_malformed_or_of_another_program_count_as_missing(supervisor, tmp_path):
+def test_a_status_that_is_malformed_counts_as_missing(supervisor, tmp_path):
     module, us = supervisor
     for text in ('{"saved_step": "5", "global_step": null}', "[]", "{", '"a"'):
         (tmp_path / "status").write_text(text)
         assert module.read_status(tmp_path / "status") == module.STATUS
     us.learn_run_dir({"run_dir": "a\0b"})
-    us.directory = tmp_path
-    (tmp_path / "attempts.jsonl").write_text('{"attempt": 7}\n[]\n{"attempt": "a"}\nnull\n{"at')
-    assert us.run_dir is None and us.log_records() == []
+    assert us.run_dir is None
 
 
 @pytest.mark.parametrize(
@@ -473,15 +438,18 @@ def test_a_command_that_fails_or_hangs_is_one_warning(tmp_path, command):
 # ------------------------------------------------------------------------------------ decisions
 
 
-def test_a_requeued_job_knows_its_earlier_starts(tmp_path, fake, supervise, job):
-    """Its time is shorter than its start-up. scontrol stands for Slurm."""
-    (tmp_path / "fake.py").write_text(FAKE.replace("saved_step=step", "saved_step=start"))
-    for restarts in range(3):
-        end = time.strftime("%FT%T", time.localtime(time.time() + 3))
-        code, text = supervise(*fake, **job, END=end, SLURM_RESTART_COUNT=str(restarts))
-        assert requeues(tmp_path) == min(restarts + 1, 2), text
-        gave_up = "in 3 starts of this job in a row, no new step was saved" in text
-        assert gave_up == (restarts == 2), text
+def test_a_requeued_job_knows_its_earlier_starts(supervisor, tmp_path):
+    """And not another job in the same run directory, nor what is half written."""
+    module, us = supervisor
+    us.run_dir, us.restarts = tmp_path, 2
+    wanted = Attempt(["n1"], 1, [Report("hang", "it is", "n1", ["n1"])], restarts=1, next="requeue")
+    for attempt in (wanted, wanted._replace(restarts=2), wanted):
+        us.record(attempt._replace(attempt=f"{us.job}.{attempt.restarts}001"), DECISION)
+        us.job = "of another"
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"attempt": 7}\n[]\n{"attempt": "a"}\nnull\n{"at')
+    us.job = module.Supervisor(["true"]).job
+    assert us.earlier_starts() == [wanted._replace(attempt=f"{us.job}.1001")]
 
 
 @pytest.mark.parametrize("answers", [[None, None, True], [None, False], [None] * 3])
@@ -491,8 +459,7 @@ def test_a_requeue_is_tried_until_slurm_answers(supervisor, monkeypatch, answers
     monkeypatch.setattr(module, "REQUEUE_TRIES", 3)
     monkeypatch.setattr(module, "requeue", lambda *_: answers.pop(0))
     last = answers[-1]
-    decision = Decision("killed", "", (), "requeue", 0, "")
-    assert us.requeue(Attempt([], 1), decision) == last and not answers
+    assert us.requeue(Attempt([], 1), DECISION) == last and not answers
 
 
 @pytest.mark.parametrize(
@@ -628,33 +595,19 @@ def test_the_times_of_a_job_are_those_of_slurm(monkeypatch, tmp_path, text, expe
 
 # ------------------------------------------------------------------------ nodes that are left out
 
-LAUNCHER = """
-import json, os, sys
-env = os.environ
-failures = json.loads(sys.argv[1])
-hosts = {"given": ["n1.site", "n2.site", "n3.site"], "used": ["n1.site", "n2.site"]}
-with open(env["EVENTS_FILE"], "w") as file:
-    json.dump({"event": "hosts", **hosts}, file)
-number = int(env["ATTEMPT"])
-print("attempt", number, "without", env.get("EXCLUDED_NODES"), flush=True)
-if number > len(failures):
-    sys.exit()
-failure = {"cause": "hang", "reason": "it is", "host": "n1", "rank": 0, **failures[number - 1]}
-with open(env["FAILURE_FILE"], "w") as file:
-    json.dump(failure, file)
-sys.exit(1)
-"""
-SILENT = {"hosts": ["n2"]}
 
-
-def test_a_node_that_did_not_answer_in_two_hangs_is_replaced_by_a_spare(tmp_path, supervise):
-    command = [sys.executable, "-c", LAUNCHER, json.dumps([SILENT, SILENT])]
-    code, text = supervise(*command, NNODES="2")
-    assert code == 0, text
-    assert "attempt 2 without \n" in text and "attempt 3 without n2.site\n" in text
-    records = [(record["next"], record["hosts"][1]) for record in attempts(tmp_path)]
-    assert records == [("restart", "n2.site"), ("leave out", "n2.site"), ("finish", "n2.site")]
-    assert names_in(tmp_path / "logs") == ["attempts.jsonl"]
+def test_a_launcher_says_which_hosts_it_uses(supervisor, monkeypatch):
+    """One of them, suspect at its second hang, makes room for the spare."""
+    _, us = supervisor
+    given = ["n1.site", "n2.site", "n3.site"]
+    hosts = us.used_hosts([{"event": "hosts", "given": given, "used": given[:2]}])
+    monkeypatch.setenv("NNODES", "2")
+    attempt = Attempt(hosts, 1, [Report("hang", "it is", "n1.site", ["n2.site"])])
+    us.earlier = [attempt._replace(next="restart")]
+    decision = us.decide(attempt)
+    assert (decision.action, decision.suspects) == ("leave out", ("n2.site",))
+    us.leave_out(decision.suspects)
+    assert os.environ["EXCLUDED_NODES"] == "n2.site"
 
 
 @pytest.fixture

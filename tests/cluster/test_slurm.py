@@ -7,7 +7,6 @@ import shutil
 import sys
 import time
 
-import hosts
 import pytest
 from machines import probed, wait_until
 
@@ -140,26 +139,6 @@ def test_submitted_from_another_directory(cluster, repo, tmp_path, probe, launch
     relative = os.path.relpath(repo, tmp_path)
     code, text = cluster.sbatch(tmp_path, *words, REPO_ROOT=relative, **probe)
     assert code == 0 and len(probed(text)) == 4, text
-
-
-@pytest.mark.long
-def test_a_busy_port_is_skipped(cluster, repo, tmp_path, probe):
-    code, text = cluster.on("login", "sbatch", "--parsable", "--wrap=true", cwd=tmp_path)
-    assert code == 0, text
-    cluster.end_of_job(text.strip())
-    number = int(text) + 1
-    port = hosts.port_of_job({"SLURM_JOB_ID": str(number), "ATTEMPT_ID": f"{number}.1"})
-    listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(60)"
-    listener = cluster.start("node01", sys.executable, "-c", listen)
-    try:
-        code, text = cluster.sbatch(repo, *TWO_BY_TWO, "run_distributed.slurm", **probe)
-    finally:
-        listener.kill()
-        listener.communicate()
-    assert code == 0, text
-    assert f"hosts.py: port {port} is in use on node01; trying the next" in text
-    assert f"--master-port {port + 1} " in text
-    assert [record["world_size"] for record in probed(text)] == [4] * 4
 
 
 def test_a_config_that_is_missing_is_named(cluster, repo):
@@ -298,8 +277,3 @@ def test_each_rank_has_its_cores(racks, repo, tmp_path, probe, cpus):
             # srun binds no task; guard.py divides the cores among the ranks.
             assert len(first["cores"]) == len(second["cores"]) == share, text
             assert not set(first["cores"]) & set(second["cores"]), text
-    if not cpus:  # one task that asks for two cores
-        alone = ["--nodes=1", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=2"]
-        alone += ["--output=racks-%j.out"]
-        code, text = racks.sbatch(repo, *alone, tmp_path / LAUNCHERS[1], **probe)
-        assert code == 0 and len(probed(text)[0]["cores"]) == 2, text

@@ -297,118 +297,9 @@ def test_a_job_that_loses_a_node_is_requeued_or_goes_on_with_a_spare(fake_job, t
         assert (tmp_path / "bad").read_text() not in hosts[-1] and len(hosts[-1]) == 2, hosts
 
 
-# ------------------------------------------------------------------ trainers of other libraries
-
-LIGHTNING = """
-import os, signal, sys, time
-import lightning, torch
-
-class Stop(lightning.Callback):
-    received = False
-
-    def on_train_start(self, *_):  # in place of Lightning's handler, in which ranks may deadlock
-        signal.signal(signal.SIGTERM, self.receive)
-
-    def receive(self, *_):
-        self.received = True
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.strategy.reduce_boolean_decision(self.received, all=False):
-            trainer.save_checkpoint(path)
-            trainer.should_stop = True
-
-class Model(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, _number):
-        time.sleep(0.2)
-        print("STEP", self.global_step, flush=True)
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-run, steps, *_ = sys.argv[1:]
-path = f"{run}/last.ckpt"
-options = {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "strategy": "ddp", "logger": False}
-options |= {"default_root_dir": run, "callbacks": [Stop()], "enable_progress_bar": False}
-options |= {"enable_checkpointing": False, "min_epochs": 0, "max_steps": int(steps)}
-trainer = lightning.Trainer(**options)
-loader = torch.utils.data.DataLoader(torch.ones(2000, 2))
-trainer.fit(Model(), loader, ckpt_path=path if os.path.exists(path) else None)
-"""
-
-HUGGING_FACE = """
-import sys, time
-import torch, transformers
-from transformers.trainer_utils import get_last_checkpoint
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def forward(self, x):
-        time.sleep(0.3)  # each rank saves 3 s after its signal, wherever it is
-        print("STEP", trainer.state.global_step, flush=True)
-        return {"loss": self.layer(x).mean()}
-
-run, steps, *_ = sys.argv[1:]
-options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-options |= {"enable_jit_checkpoint": True, "per_device_train_batch_size": 1}
-args = transformers.TrainingArguments(run, max_steps=int(steps), **options)
-data = [{"x": torch.tensor([number / 100, 1.0])} for number in range(2000)]
-trainer = transformers.Trainer(Model(), args, train_dataset=data)
-trainer.train(resume_from_checkpoint=get_last_checkpoint(run))
-"""
-
-
 def preempt(job):
     flags = ["--partition=high", "--exclusive", f"--nodes={len(job.cluster.hosts) - 1}"]
     job.slurm("sbatch", *flags, "--wrap=sleep 5", "--output=/dev/null")
-
-
-@long
-@pytest.mark.parametrize(
-    ("program", "style", "ask", "stop_signal"),
-    [
-        (LIGHTNING, TORCHRUN, preempt, "TERM"),
-        (LIGHTNING, SRUN, preempt, "TERM"),
-        (LIGHTNING, SRUN, usr1, "USR1"),  # Lightning's own handler requeues the job
-        (HUGGING_FACE, TORCHRUN, preempt, "TERM"),
-        (HUGGING_FACE, SRUN, preempt, "TERM"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) and "import" in value else None,
-)
-def test_a_trainer_of_another_library_saves_and_is_requeued_once(
-    racks, repo, tmp_path, program, style, ask, stop_signal
-):
-    (tmp_path / "own.py").write_text(program)
-    run = tmp_path / "run"
-    run.mkdir()
-    env = {"TRAIN_SCRIPT": tmp_path / "own.py", "STOP_SIGNAL": stop_signal, "LOG_DIR": tmp_path}
-    words = ",".join(f"{name}={value}" for name, value in env.items())
-    flags = ["--partition=low", "--exclusive", "--gpus-per-node=1", "--ntasks-per-node=1"]
-    flags.append(f"--export=ALL,{words}")
-    job = Job(racks, repo, run, style, ["--", str(run), "60"], *flags)
-    job.run = tmp_path / f"supervise_{job.id}"
-
-    def steps() -> list[int]:
-        return [int(number) for number in re.findall("(?m)^STEP (\\d+)$", job.output())]
-
-    job.wait(lambda: steps() and max(steps()) > 10)
-    ask(job)
-    assert job.end() == "COMPLETED", job.output()
-    assert job.facts()["Restarts"] == "1"
-    assert job.attempts()[-1]["cause"] == "ended", job.output()
-    again = int(program is HUGGING_FACE)  # it may save between backward() and step()
-    if ask is usr1:  # Lightning trains on until the job ends
-        again = 20
-    counts = [steps().count(number) for number in range(60)]
-    assert counts[0] == 2 and min(counts) == 2, job.output()
-    assert sum(counts) <= 2 * (60 + again), job.output()
 
 
 # ------------------------------------------------------------------ tests of a minute or more
@@ -458,8 +349,7 @@ def test_a_preempted_job_saves_is_requeued_and_ends_the_same(
     flags = ["--partition=low", "--exclusive", slow_disk]
     job = Job(racks, repo, tmp_path / "run", style, long_options, *flags)
     job.wait_for_training()
-    flags = ["--partition=high", "--exclusive", f"--nodes={len(racks.hosts) - 1}"]
-    job.slurm("sbatch", *flags, "--wrap=sleep 5", "--output=/dev/null")
+    preempt(job)
     stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status())
     assert job.end() == "COMPLETED", job.output()
     first, last = job.attempts()
