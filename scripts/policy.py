@@ -79,7 +79,7 @@ class Decision(NamedTuple):
     reason: str
     suspects: tuple  # hosts left out of what follows
     action: str
-    pause: float  # seconds before it
+    pause: float  # seconds before a restart
     sentence: str
 
 
@@ -155,9 +155,7 @@ def decide(attempt, history, limits):
         if action not in why:
             break
         why_not = why[action] or why_not
-    pause = 0
-    if action in AGAIN:
-        pause = PAUSES[crashes if action == "restart" else 0] * limits.restart_pause
+    pause = PAUSES[crashes if action == "restart" else 0] * limits.restart_pause
     left_out = tuple(suspects if action == "requeue" else spared)
 
     what = f"{cause}: {reason}"
@@ -225,8 +223,8 @@ def row_of(cause, attempt, asked, shown, struck):
         return "a user error"
     if shown and not shown.intersection(struck):
         return REPEATS
-    is_of_node = cause in ("hang", "configuration") or attempt.defective
-    return "a bad node" if cause == "node lost" or (shown and is_of_node) else "a crash"
+    is_of_node = cause in ("node lost", "hang", "configuration") or attempt.defective
+    return "a bad node" if is_of_node else "a crash"
 
 
 def obstacles(past, asked, limits, crashes):
@@ -295,7 +293,7 @@ def evidence(attempt):
     """Pairs of a host and what it has shown: its own name if no other host can show the same."""
     found = [(host, host) for host in attempt.hosts if host in attempt.defective] * STRIKES
     was_asked = any(time <= attempt.end for time in attempt.requests.values())
-    if found or was_asked:
+    if was_asked:
         return found
     first, hosts = told(attempt)
     for host in hosts:
