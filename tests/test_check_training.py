@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import check_training
 import pytest
 import torch
-from test_guard import HOST, run
+from test_guard import run
 
 # A healthy script on two or three ranks; each test replaces some lines.
 SCRIPT = """
@@ -74,10 +74,7 @@ AVERAGE = """if step % 4 == 0:
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)
             parameter.data /= size"""
-GONE = """deleted = DDP(nn.Linear(4, 4))
-del deleted
-__import__("gc").collect()
-model = DDP(network)"""
+GONE = ("model = DDP", 'DDP(nn.Linear(4, 4))\n__import__("gc").collect()\nmodel = DDP')
 SECOND_MODEL = """second = DDP(nn.Linear(4, 4))
 optimizer = torch.optim.SGD([*model.parameters(), *second.parameters()], lr=0.05)"""
 WITHOUT_GROUP = [(INIT, ""), (RANK, ""), ("(rank)", "(os.getpid())"), ("sampler=sampler", "")]
@@ -86,78 +83,45 @@ WITHOUT_GROUP += [("DDP(network)", "network"), ("dist.destroy_process_group()", 
 OWN_GROUP = """file = "file://" + os.path.abspath("group" + os.environ["RANK"])
 dist.init_process_group("gloo", init_method=file, rank=0, world_size=1)"""
 OPTIMIZER = "optimizer = torch.optim"
+SGD = f"{OPTIMIZER}.SGD(model.parameters(), lr=0.05)"
+CALL = ("model(x)", "network(x)")
 AVERAGED = "parameters of the DDP module .* not averaged"
+FROZEN = ("model = DDP", "network[2].requires_grad_(False)\nmodel = DDP")
+LOADS = f"rank or nn.init.ones_(network[2].weight)\n{OPTIMIZER}"
+FOR_ONE_GPU = ("data = ", "local_rank = os.environ['LOCAL_RANK']\ndata = ")
+UNFROZEN = (OPTIMIZER, f"network[2].requires_grad_(True)\n{OPTIMIZER}")
+SECOND = [(SGD, SECOND_MODEL), ("model(x)", "second.module(model(x))")]
+PART = ("DistributedSampler(data)", "DistributedSampler(data, size, 0)")
+NO_SAMPLER = [("manual_seed(rank)", "manual_seed(0)"), ("sampler=sampler", "shuffle=True")]
+NO_EPOCH = [("sampler.set_epoch(epoch)", "pass"), ("sampler=s", "num_workers=1, sampler=s")]
+SAVE = ("# SAVE", 'torch.save(obj=network.state_dict(), f="weights.pt")')
 
-# {what is wrong: (kind of the event, what the line says, replaced lines)}
+
+def fault(kind: str, text: str, *replaced: tuple[str, str]) -> tuple:
+    """The kind of the event, what the line says, (lines, what replaces them)."""
+    return kind, text, replaced
+
+
 BROKEN = {
-    "DDP is not called": (
-        "parameters",
-        f"4 of 4 {AVERAGED}",
-        [("model(x)", "network(x)")],
+    "DDP is not called": fault("parameters", f"4 of 4 {AVERAGED}", CALL),
+    "another DDP module is gone": fault("parameters", f"4 of 4 {AVERAGED}", CALL, GONE),
+    "the second DDP module is not called": fault("parameters", f"2 of 2 {AVERAGED}", *SECOND),
+    "gradients are averaged before the last micro-batch": fault(
+        "parameters", f"4 of 4 {AVERAGED}", (BACKWARD, ACCUMULATION.format(2))
     ),
-    "another DDP module is gone": (
-        "parameters",
-        f"4 of 4 {AVERAGED}",
-        [("model(x)", "network(x)"), ("model = DDP(network)", GONE)],
+    "a layer is unfrozen after DDP": fault(
+        "parameters", r"2 of 4 parameters of the DDP module \(2.weight", FROZEN, UNFROZEN
     ),
-    "the second DDP module is not called": (
-        "parameters",
-        f"2 of 2 {AVERAGED}",
-        [(f"{OPTIMIZER}.SGD(model.parameters(), lr=0.05)", SECOND_MODEL)]
-        + [("model(x), y", "second.module(model(x)), y")],
+    "rank 0 alone loads weights": fault("parameters", "before step 1", (OPTIMIZER, LOADS)),
+    "no sampler, one seed": fault("batch", "ranks 0-1 .*; use DistributedSampler", *NO_SAMPLER),
+    "all have the part of rank 0": fault("batch", "ranks 0-1 train on the same", PART),
+    "no set_epoch": fault("epoch", "repeats the order of epoch 0: call its set_epoch", *NO_EPOCH),
+    "a script for one process": fault("alone", "no process group .* 2 separate t", *WITHOUT_GROUP),
+    "a script for one process that chooses its GPU": fault(
+        "alone", "there is no process group", *WITHOUT_GROUP, ("(os.getpid())", "(0)"), FOR_ONE_GPU
     ),
-    "gradients are averaged before the last micro-batch": (
-        "parameters",
-        f"4 of 4 {AVERAGED}",
-        [(BACKWARD, ACCUMULATION.format(2))],
-    ),
-    "a layer is unfrozen after DDP": (
-        "parameters",
-        r"2 of 4 parameters of the DDP module \(2.weight .* not averaged",
-        [("model = DDP", "network[2].requires_grad_(False)\nmodel = DDP")]
-        + [(OPTIMIZER, f"network[2].requires_grad_(True)\n{OPTIMIZER}")],
-    ),
-    "rank 0 alone loads weights": (
-        "parameters",
-        "before step 1",
-        [(OPTIMIZER, f"rank or nn.init.ones_(network[2].weight)\n{OPTIMIZER}")],
-    ),
-    "no sampler, one seed": (
-        "batch",
-        "ranks 0-1 train on the same batches; use DistributedSampler",
-        [("manual_seed(rank)", "manual_seed(0)"), ("sampler=sampler", "shuffle=True")],
-    ),
-    "all have the part of rank 0": (
-        "batch",
-        "ranks 0-1 train on the same batches",
-        [("DistributedSampler(data)", "DistributedSampler(data, size, 0)")],
-    ),
-    "no set_epoch": (
-        "epoch",
-        "repeats the order of epoch 0: call its set_epoch",
-        [("sampler.set_epoch(epoch)", "pass"), ("sampler=s", "num_workers=1, sampler=s")],
-    ),
-    "a script for one process": (
-        "alone",
-        "no process group .* 2 separate trainings",
-        WITHOUT_GROUP,
-    ),
-    "a script for one process that chooses its GPU": (
-        "alone",
-        "there is no process group",
-        [*WITHOUT_GROUP, ("(os.getpid())", "(0)")]
-        + [("data = ", "local_rank = os.environ['LOCAL_RANK']\ndata = ")],
-    ),
-    "each rank is in a group of its own": (
-        "groups",
-        "the process group has size 1, but WORLD_SIZE is 2",
-        [(INIT, OWN_GROUP)],
-    ),
-    "all save one file": (
-        "save",
-        f"several ranks on {HOST} save .*weights.pt: let rank 0 save",
-        [("# SAVE", 'torch.save(obj=network.state_dict(), f="weights.pt")')],
-    ),
+    "each rank is in a group of its own": fault("groups", "has size 1, but", (INIT, OWN_GROUP)),
+    "all save one file": fault("save", "several ranks on .*weights.pt: let rank 0", SAVE),
 }
 
 
@@ -177,9 +141,9 @@ def run_script(directory, ranks, replaced, **env):
     return lines, list(map(json.loads, events.open())) if events.exists() else []
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_script_is_reported_in_one_line(tmp_path, fault):
-    kind, text, replaced = BROKEN[fault]
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_script_is_reported_in_one_line(tmp_path, name):
+    kind, text, replaced = BROKEN[name]
     lines, events = run_script(tmp_path, 2, replaced)
     assert len(lines) == 1 and re.search(text, lines[0]), lines
     assert [(event["event"], event["kind"]) for event in events] == [("training", kind)]
@@ -193,8 +157,7 @@ def test_two_of_three_ranks_with_the_same_batches_are_named(tmp_path):
 
 
 def test_the_check_can_be_switched_off(tmp_path):
-    replaced = [("model(x)", "network(x)")]
-    assert run_script(tmp_path, 2, replaced, CHECK_TRAINING="0") == ([], [])
+    assert run_script(tmp_path, 2, [CALL], CHECK_TRAINING="0") == ([], [])
 
 
 SAVES = """if rank == 0:
@@ -242,7 +205,7 @@ HEALTHY = {
     "accumulation": [(BACKWARD, ACCUMULATION.format(3))],
     "local SGD": [(BACKWARD, LOCAL_SGD), ("    pass", f"    {AVERAGE}")],
     "a head on the features of all ranks": [
-        (f"{OPTIMIZER}.SGD(model.parameters(), lr=0.05)", GATHERED_HEAD),
+        (SGD, GATHERED_HEAD),
         ("def after_step(step):\n    pass", ""),
         ("sampler=sampler", "shuffle=True"),
     ],

@@ -92,9 +92,3 @@ def test_the_first_rank_that_fails_prints_one_line_below_its_traceback(tmp_path,
     if fault == LABELS:
         own_lines = result.err[1].splitlines()
         assert "IndexError: Target 5" in own_lines[own_lines.index(line) - 1]
-
-
-def test_without_the_page_nothing_is_added(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(explain, "PAGE", tmp_path / "absent.md")
-    explain.explain(ImportError("No module named 'x'"), None)
-    assert capsys.readouterr().err == ""
