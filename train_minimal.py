@@ -4,9 +4,8 @@
     torchrun --standalone --nproc-per-node 4 train_minimal.py --amp bf16
     TRAIN_SCRIPT=train_minimal.py sbatch --nodes=2 run_distributed.slurm --epochs 10
 
-Each step uses the same samples on any number of GPUs. To save and stop: Ctrl-C, SIGTERM, SIGUSR1 or
-SIGUSR2 to any rank, or a file $STOP_FILE. The same command resumes, also on another number of GPUs,
-with the same samples; without dropout or random augmentation, the weights differ by rounding only.
+Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 to any rank, or a file $STOP_FILE, saves and stops. The same
+command resumes, on any number of GPUs: same samples, other dropout, weights equal up to rounding.
 """
 
 import argparse
@@ -23,15 +22,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
-from torchvision.datasets import MNIST
-from torchvision.transforms import Compose, Normalize, ToTensor
+from torchvision import datasets, transforms
 
 
 # Yours: the data, the model and, below, the loss.
 def load_data(data_dir):
     """(training set, test set): each has a length, and data_set[i] is a tuple of tensors."""
-    transform = Compose([ToTensor(), Normalize([0.1307], [0.3081])])
-    return [MNIST(data_dir, train=train, transform=transform) for train in (True, False)]
+    prepare = transforms.Compose([transforms.ToTensor(), transforms.Normalize([0.1307], [0.3081])])
+    return [datasets.MNIST(data_dir, train=train, transform=prepare) for train in (True, False)]
 
 
 class SimpleConvNet(nn.Module):
@@ -47,8 +45,7 @@ class SimpleConvNet(nn.Module):
     def forward(self, x):
         x = F.relu(self.conv1(x))  # [b, 32, 26, 26]
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # [b, 64, 12, 12]
-        x = F.relu(self.fc1(x.flatten(1)))  # [b, 128]
-        return self.fc2(x)
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
 
 
 def setup_distributed():
@@ -124,7 +121,6 @@ def evaluate(model, test_set, args, rank, world_size, device):
 
 def main():
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # error() prints one line
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument
     add("--checkpoint-dir", default="runs/minimal", help="of this run")
     add("--data-dir", default=Path(__file__).with_name("data") / "mnist_sample", help="of MNIST")
@@ -137,7 +133,7 @@ def main():
     add("--amp", choices=["off", "bf16"], default="off", help="mixed precision")
     add("--num-workers", type=int, default=1, help="processes of each rank that read data")
     add("--seed", type=int, default=0, help="of the weights and the order of the samples")
-    add("--save-every", type=int, default=100, help="steps; 0: after epochs only")
+    add("--save-every", type=int, default=100, help="steps")
     add("--wandb", action="store_true", help="log to Weights & Biases")
     args = parser.parse_args()
     torch.multiprocessing.set_start_method("fork", force=True)  # signals end a forkserver
@@ -154,7 +150,11 @@ def main():
     model = SimpleConvNet().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     path = Path(args.checkpoint_dir) / "checkpoint.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{path}.tmp").touch()
+    except OSError as error:
+        parser.error(f"cannot write to --checkpoint-dir ({error})")
     setup = {"samples": samples, "global_batch_size": batch, "seed": args.seed}  # of the whole run
     step = 0
     if path.exists():
@@ -174,7 +174,7 @@ def main():
     if rank == 0 and args.wandb:
         import wandb  # WANDB_MODE=offline needs no server
 
-        run = wandb.init(id=path.parent.name, resume="allow", config=vars(args))
+        run = wandb.init(group=path.parent.name, config=vars(args))  # another run per launch
 
     def log(text, **values):
         if rank == 0:
@@ -221,19 +221,19 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        saves = step % steps_per_epoch == 0 or (args.save_every and step % args.save_every == 0)
+        saves = step % steps_per_epoch == 0 or step % args.save_every == 0
         if saves or step >= next_exchange:
             sums[3] = bool(signals) or os.path.exists(os.environ.get("STOP_FILE", ""))
             sums[4] = time.time() - began
             dist.all_reduce(sums)  # so that all ranks stop after the same step
             loss, correct, count, stop, seconds = sums.tolist()
             steps_per_second = count / batch / (seconds / world_size)
-            next_exchange = step + max(1, int(2 * steps_per_second))  # a stop waits two seconds
-            if not all(weight.isfinite().all() for weight in model.state_dict().values()):
+            next_exchange = step + 1 + int(2 * steps_per_second)  # a stop waits two seconds
+            state = {"step": step, "setup": setup, "model": model.state_dict()}
+            if not all(weight.isfinite().all() for weight in state["model"].values()):
                 parser.error(f"a weight is not finite at step {step}: lower --lr")
             log(f"step {step}:", loss=loss / count, accuracy=correct / count, norm=norm.item())
             if rank == 0 and (saves or stop):
-                state = {"step": step, "setup": setup, "model": model.state_dict()}
                 save(path, state | {"optimizer": optimizer.state_dict()})
             began = time.time()
             sums.zero_()

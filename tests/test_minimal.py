@@ -177,6 +177,7 @@ def is_alive(pid: int) -> bool:
         (1, ["--accumulate=11"], "--global-batch-size is not from ranks x --accumulate to 203"),
         (1, ["--lr=1e30"], "a weight is not finite at step "),
         (1, ["--config=a.yaml"], "unrecognized arguments: --config=a.yaml"),
+        (1, ["--checkpoint-dir=/dev/null/run"], "cannot write to --checkpoint-dir"),
     ],
 )
 def test_a_mistake_is_one_sentence(run, tmp_path, ranks, options, message):
