@@ -9,7 +9,7 @@ for each number of ranks:
     rank check    seconds that rank 0 needs once all ranks have come; bytes of keys and values
     hang          the same for a hang that all ranks report, one of which is late
     never comes   requests per second at rank 0 while all ranks wait 300 s for one that never comes
-    doctor        bytes of the rank infos, of the answers and of a check
+    doctor        bytes when the ranks meet, and of a check
 """
 
 import argparse
@@ -154,29 +154,25 @@ def requests_in_vain(stores: list[Counted]) -> float:
     return (Counted.requests - before) * len(stores) / 300
 
 
-def doctor_bytes(stores: list[Counted]) -> tuple[int, int, int]:
-    """Of the infos that all ranks send; of what they read; of a check."""
-    ranks = []
-    for number, store in enumerate(stores):
-        rank = doctor.Rank.__new__(doctor.Rank)
-        rank.__dict__.update(rank=number, size=len(stores), store=store, timeout=300, master="n0")
-        rank.__dict__.update(findings=[], job={"missing": []}, infos=[])
-        ranks.append(rank)
-    first, *others = ranks
-    more = {"findings": [], "directory": "/scratch/run", "port": 40000, "address": "10.0.0.1"}
-    send = [measure(rank.send, "info", {**info_of(rank.rank), **more})[1] for rank in others]
+def doctor_bytes(stores: list[Counted]) -> tuple[int, int]:
+    """Of what all ranks send and read when they meet; of a check."""
+    rank = doctor.Rank.__new__(doctor.Rank)
+    rank.__dict__.update(
+        rank=0, size=len(stores), store=stores[0], limit=300, findings=[], hosts=[]
+    )
 
-    def meet(rank) -> None:
-        info = {**info_of(rank.rank), **more}
-        rank.job = rank.exchange("info", info, 300, rank.compare_ranks)
+    def info(number: int) -> dict:
+        host = f"node{number // RANKS_PER_NODE:03}.example.org"
+        place = {"host": host, "address": "10.0.0.1", "port": 40000}
+        return {**place, "findings": [], "mark": f"/scratch/run/.mark_{host}_{number}"}
 
-    _, on_first = measure(meet, first)
+    _, sent = measure(send_all, stores, "info", info)
+    _, on_first = measure(rank.exchange, "info", info(0), rank.collect)
     _, on_others = measure(get_all, stores[1:], "info")
-    nodes = range(0, len(stores), RANKS_PER_NODE)
-    _, on_leaders = measure(get_all, [stores[rank] for rank in nodes], "nodes")
+    _, on_leaders = measure(get_all, stores[::RANKS_PER_NODE], "nodes")
     outcome = [True, "each node connects to each other node by TCP"]
     _, check = measure(send_all, stores[1:], "check", lambda _: outcome)
-    return sum(send) + on_first, on_others + on_leaders, check
+    return sent + on_first + on_others + on_leaders, check
 
 
 def main() -> None:

@@ -124,10 +124,6 @@ main() {
   where+=(--nproc-per-node "$NPROC_PER_NODE")
 
   local command=("${python[@]}" -m torch.distributed.run "${where[@]}" "${script[@]}" "${arguments[@]}")
-  if [[ "$TRAIN_SCRIPT" == *doctor.py ]]; then # it starts the ranks itself: torchrun would wait for missing nodes
-    command=("${python[@]}" "${script[@]}" "${where[@]}" "${arguments[@]}")
-  fi
-
   echo "\$$(printf ' %q' "${command[@]}")" # one write, because other nodes print too
   [[ -z "$DRY_RUN" ]] || exit 0
 

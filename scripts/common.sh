@@ -77,7 +77,6 @@ set_program() {
   script=(scripts/guard.py "$TRAIN_SCRIPT")
   case "$TRAIN_SCRIPT" in
     "-m "*) script=(scripts/guard.py -m "${TRAIN_SCRIPT#-m }") ;;
-    *doctor.py) script=("$TRAIN_SCRIPT") ;; # it checks the ranks itself
     *)
       [[ -f "$TRAIN_SCRIPT" ]] || fail "there is no TRAIN_SCRIPT $TRAIN_SCRIPT in $PWD"
       IFS= read -r first_line <"$TRAIN_SCRIPT" || true

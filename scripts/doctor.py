@@ -6,38 +6,31 @@
                                                                    every launcher
 
 It checks each machine: software, GPUs, shared memory, environment, disks.
-In a launch, all ranks also connect to a store, and rank 0 names those that are different, or have
-not come within RANK_TIMEOUT seconds [300]. Then each node connects to each other node and looks for
-the run directory of rank 0, and an all_reduce over all ranks is timed. That takes less than a
-minute. It writes an empty file to the run directory, and removes it.
+In a launch, it takes the place of the training script. So torchrun and guard.py have named hosts
+and ranks that did not come within RANK_TIMEOUT, or have other software. Then each node connects to
+each other node and looks for the run directory of rank 0, and an all_reduce over all ranks is
+timed. That takes less than a minute. It writes an empty file to the run directory, and removes it.
 
 It prints one line per finding: OK, WARN or FAIL, what was found, what to do. Exit code: 0 no
 problem, 1 a warning, 2 a failure. In a launch, a warning is also 0, because launchers treat any
-other exit code as a crash.
-
-In a launch it replaces the training script, so it accepts all options. It uses --config,
---checkpoint-dir and --distributed-backend.
+other exit code as a crash; and all options of the training script are accepted.
 """
 
 import argparse
 import json
 import os
-import platform
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-import guard
 import node_check
 import report
 from node_check import Finding, existing, first_line, run_directory
-from report import HOST, format_ranges, ranks_by_host, wait_for
+from report import HOST, wait_for
 
 CONNECT_SECONDS = 4  # for one node to connect to another
 CHECK_SECONDS = 20  # for each check of all ranks
@@ -46,27 +39,20 @@ LEVELS = ["OK", "WARN", "FAIL"]
 
 
 def main() -> int:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide c10d's long messages
-    args = parse(sys.argv[1:])
-    if args.nnodes:
-        return start_ranks(args)
     request = node_check.read_request(sys.argv[1:])
-    if "RANK" in os.environ or guard.is_srun_step(os.environ):
+    if "RANK" in os.environ:
         Rank(request).run()
-    return print_findings(node_check.check_machine(run_directory(request)))
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="doctor.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    node_check.add_launch_options(parser)
-    parser.set_defaults(nnodes=0)
-    args, _ = parser.parse_known_args(argv)
-    return args
+    parser.add_argument("--config", help="a file that may have the other two options")
+    parser.add_argument("--checkpoint-dir", help="the run directory of the training")
+    parser.add_argument("--distributed-backend", help="in a launch")
+    parser.parse_args()
+    return print_findings(node_check.check_machine(run_directory(request)))
 
 
 def print_findings(findings: list[Finding]) -> int:
@@ -85,94 +71,82 @@ def print_findings(findings: list[Finding]) -> int:
 # ------------------------------------------------------------------------------- a whole job
 
 
-def start_ranks(args) -> int:
-    """Run the ranks of this node. Without torchrun: it waits for missing nodes. Returns 0 or 2."""
-    command = [sys.executable, *sys.argv, "--nnodes=0"]
-    processes = []
-    per_node = args.nproc_per_node or 1
-    for local_rank in range(per_node):
-        env = os.environ | {
-            "RANK": str(args.node_rank * per_node + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(args.nnodes * per_node),
-            "LOCAL_WORLD_SIZE": str(per_node),
-            "MASTER_ADDR": args.master_addr,
-            "MASTER_PORT": str(args.master_port),
-            "SLURM_STEP_NUM_TASKS": "1",  # else, the ranks of an srun step would replace these
-        }
-        processes.append(subprocess.Popen(command, env=env))
-    codes = [process.wait() for process in processes]
-    return 2 if any(codes) else 0
-
-
 class Rank:
     """One rank of a launch. Rank 0 collects the findings."""
 
     def __init__(self, request: str):
-        self.world = guard.launch_environment(os.environ)
-        guard.share_gpu(self.world)
-        self.rank = self.world["RANK"]
-        self.size = self.world["WORLD_SIZE"]
-        self.master = os.environ["MASTER_ADDR"]
+        import torch.distributed as dist
+
         self.request = request
-        self.timeout = report.seconds("RANK_TIMEOUT", 300)
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.store, self.rank, self.size = next(dist.rendezvous("env://"))
+        self.limit = CHECK_SECONDS + self.size / 32
         self.findings: list[Finding] = []
-        self.infos: list[dict | None] = []  # on rank 0, of all ranks; None: it is missing
-        self.job = {"missing": []}  # what rank 0 tells all: see compare_ranks()
-        self.doing = "checking its machine"
+        self.hosts: list[str] = []  # on rank 0, of all ranks
 
     def run(self) -> None:
-        """Run all checks and exit."""
-        signal.alarm(int(self.timeout) + 150)  # in case anything hangs
-        failed = False
-        try:
-            self.check_job()
-        except Exception as error:
-            failed = True
-            text = f"failed while {self.doing}: {first_line(error)}"
-            remedy = "see its log, and docs/TROUBLESHOOTING.md"
-            where = f"rank {self.rank} on {HOST}"
-            self.findings.append(Finding("FAIL", "doctor", text, remedy, where))
-        if self.rank == 0:
-            failed = print_findings(self.findings) == 2
-        elif failed:
-            for finding in self.findings:
-                report.say(str(finding))
-            time.sleep(30)  # launchers kill all ranks at the first failure: rank 0 prints first
-        os._exit(2 if failed else 0)  # even if a thread still hangs
-
-    def check_job(self) -> None:
-        """Collective: every rank."""
-        self.meet(self.describe())
+        """Run all checks and exit. Collective: every rank."""
+        self.meet()
         self.check("network", self.reach_nodes, "allow all ports between the nodes")
         remedy = "put --checkpoint-dir on a file system that all nodes share"
         self.check("run directory", self.find_mark, remedy)
         if self.rank == 0:
             self.mark.unlink(missing_ok=True)
-        if self.size > 1 and not self.job["missing"]:
+        if self.size > 1:
             remedy = "search docs/TROUBLESHOOTING.md for this, or set NCCL_DEBUG=WARN"
             self.check("all_reduce", self.all_reduce, remedy)
         self.send("done", True)
-        if self.rank == 0:  # it is the server of the store
-            self.gather("done", 5)
+        code = 0
+        if self.rank == 0:
+            self.gather("done", 5)  # it may be the server of the store
+            if print_findings(self.findings) == 2:
+                failed = next(finding for finding in self.findings if finding.level == "FAIL")
+                report.write_failure("configuration", f"{failed.check}: {failed.observed}", 0)
+                code = 2
+        os._exit(code)  # even if a thread still hangs
+
+    def meet(self) -> None:
+        """The first rank of each node checks it; rank 0 learns what it found, and where it is."""
+        directory = run_directory(self.request)
+        master = os.environ["MASTER_ADDR"]
+        info = {"host": HOST, "port": self.listen(), "findings": []}
+        info["address"] = address_towards(master) if self.rank else master
+        if self.local_rank == 0:
+            for finding in node_check.check_machine(directory):
+                if finding.level != "OK" or self.rank == 0:
+                    info["findings"].append(finding._replace(where=HOST))
+        place = existing(Path(directory))
+        info["mark"] = str(place / f".mark_{HOST}_{os.getpid()}")
+        self.mark = Path(self.exchange("info", info, self.collect))
+
+    def collect(self, infos: list[dict | None]) -> str:
+        """On rank 0. Returns what all ranks must know: a file that rank 0 will write."""
+        nodes = {}
+        for rank, info in enumerate(infos):
+            if info is None:
+                remedy = "see its log: does a disk or nvidia-smi hang?"
+                self.findings.append(Finding("FAIL", "ranks", f"rank {rank}: no answer", remedy))
+                self.hosts.append("an unknown host")
+                continue
+            self.hosts.append(info["host"])
+            self.findings += [Finding(*fields) for fields in info["findings"]]
+            nodes.setdefault(info["host"], (info["address"], info["port"]))
+        self.store.set("nodes", json.dumps(nodes))
+        return infos[0]["mark"]
 
     def check(self, name: str, function, remedy: str) -> None:
         """Add what function() -> (passed, text) finds on all ranks. Collective: every rank."""
-        self.doing = f"waiting for rank 0 after the check of {name}"
-        limit = CHECK_SECONDS + self.size / 32
-        try:
-            outcome = ThreadPoolExecutor().submit(function).result(limit)
-        except Exception as error:  # if a GPU or NCCL hangs, the thread goes on
-            outcome = False, first_line(error)
-        self.exchange(name, outcome, limit, lambda values: self.judge(name, values, remedy))
+        late = (False, f"has not ended after {self.limit:.0f} s")  # a GPU or NCCL may hang
+        outcome = report.within(self.limit, outcome_of, function) or late
+        self.exchange(name, outcome, lambda outcomes: self.judge(name, outcomes, remedy))
 
     def judge(self, name: str, outcomes: list, remedy: str) -> None:
         """On rank 0."""
         failures = []
-        for rank, info in enumerate(self.infos):
-            passed, text = outcomes[rank] or (False, "no answer")
-            if info and not passed:
-                where = f"rank {rank} on {info['host']}"
+        for rank, outcome in enumerate(outcomes):
+            passed, text = outcome or (False, "no answer")
+            if not passed:
+                where = f"rank {rank} on {self.hosts[rank]}"
                 failures.append(Finding("FAIL", name, text, remedy, where))
         self.findings += failures or [Finding("OK", name, outcomes[0][1])]
 
@@ -182,51 +156,22 @@ class Rank:
         self.store.set(f"{name} {self.rank}", json.dumps(value))
 
     def gather(self, name: str, seconds: float) -> list:
-        """What each rank sends; None for those that do not, or are missing. Only for rank 0."""
+        """What each rank sends; None for those that do not. Only for rank 0."""
         deadline = time.monotonic() + seconds
-        values = [None] * self.size
-        for rank in set(range(self.size)).difference(self.job["missing"]):
-            text = wait_for(self.store, f"{name} {rank}", deadline)
-            if text:
-                values[rank] = json.loads(text)
-        return values
+        texts = [wait_for(self.store, f"{name} {rank}", deadline) for rank in range(self.size)]
+        return [json.loads(text) if text else None for text in texts]
 
-    def exchange(self, name: str, value, seconds: float, answer):
+    def exchange(self, name: str, value, answer):
         """Send a value to rank 0. Returns, on all ranks, the answer to all values there: small,
         because thousands read it. Collective: every rank.
         """
         self.send(name, value)
         if self.rank == 0:
-            self.store.set(name, json.dumps(answer(self.gather(name, seconds))))
-        text = wait_for(self.store, name, time.monotonic() + 2 * seconds + 10)
+            self.store.set(name, json.dumps(answer(self.gather(name, self.limit + 5))))
+        text = wait_for(self.store, name, time.monotonic() + 2 * self.limit + 10)
         if text is None:
-            raise TimeoutError("it does not answer")
+            raise TimeoutError(f"rank 0 does not answer ({name})")
         return json.loads(text)
-
-    # ---- rank info
-
-    def describe(self) -> dict:
-        """The rank info, of which "same" must be equal on all ranks."""
-        directory = run_directory(self.request)
-        if self.world["LOCAL_RANK"] == 0:
-            for finding in node_check.check_machine(directory):
-                if finding.level != "OK" or self.rank == 0:
-                    self.findings.append(finding._replace(where=HOST))
-        self.doing = "importing PyTorch"
-        info = guard.rank_info(["train_distributed.py", *sys.argv[1:]])
-        import torch
-
-        gpus = torch.cuda.device_count()
-        self.backend = node_check.requested_backend(self.request, gpus)
-        self.device = torch.device("cpu")
-        if self.backend == "nccl":
-            self.device = torch.device("cuda", self.world["LOCAL_RANK"] % max(1, gpus))
-        info["same"]["Python"] = platform.python_version()
-        info["same"]["backend"] = self.backend
-        info["findings"] = self.findings
-        info["directory"] = str(existing(Path(directory)))
-        info["port"] = self.listen()
-        return info
 
     def listen(self) -> int:
         """Let other nodes connect to this process, without accept(). Returns the port."""
@@ -236,70 +181,19 @@ class Rank:
         self.server = socket.create_server(("", 0), backlog=1024, **options)
         return self.server.getsockname()[1]
 
-    def meet(self, info: dict) -> None:
-        """Connect to the store on the master, and exchange the rank infos."""
-        port = self.world["MASTER_PORT"]
-        self.doing = f"connecting to the store of rank 0 at {self.master}:{port}"
-        # Fails if the name is unknown, which PyTorch would retry for minutes.
-        info["address"] = address_towards(self.master) if self.rank else self.master
-        opening = ThreadPoolExecutor().submit(guard.open_store, self.world, self.timeout)
-        self.store = opening.result(self.timeout + 5)  # another program may listen there
-        self.doing = "waiting for rank 0"
-        self.job = self.exchange("info", info, self.timeout, self.compare_ranks)
-        self.mark = Path(self.job["mark"])
-        if self.rank in self.job["missing"]:
-            raise TimeoutError("it had stopped waiting")
-
-    def compare_ranks(self, infos: list[dict | None]) -> dict:
-        """On rank 0: which ranks are missing and which differ. Returns what all ranks must know."""
-        self.infos = infos
-        nodes = ranks_by_host(infos)
-        missing = [rank for rank, info in enumerate(infos) if info is None]
-        text = f"all {self.size} are here, on {', '.join(nodes)}"
-        level = "OK"
-        if missing:
-            level = "FAIL"
-            text = f"{format_ranges(missing)} of {self.size} did not answer within "
-            text += f"{self.timeout:.0f} s (RANK_TIMEOUT); the others are on {', '.join(nodes)}"
-        remedy = f"see their logs, and check that their hosts reach {self.master}"
-        self.findings.append(Finding(level, "ranks", text, remedy))
-        for info in filter(None, infos[1:]):
-            self.findings += [Finding(*fields) for fields in info["findings"]]
-        same = infos[0]["same"]
-        text = ", ".join(f"{what} {value}" for what, value in same.items())
-        failures = []
-        for difference in guard.find_differences(infos):
-            remedy = "all nodes need the same software"
-            failures.append(Finding("FAIL", "same everywhere", difference, remedy))
-        self.findings += failures or [Finding("OK", "same everywhere", text)]
-        leaders = [infos[ranks[0]] for ranks in nodes.values()]
-        places = [(info["host"], info["address"], info["port"]) for info in leaders]
-        self.store.set("nodes", json.dumps(places))
-        mark = Path(infos[0]["directory"], f".mark_{HOST}_{os.getpid()}")
-        return {"missing": missing, "mark": str(mark)}
-
     # ---- what check() runs; each returns (passed, text)
 
     def reach_nodes(self) -> tuple[bool, str]:
         """The first rank of each node connects to those of the other nodes."""
         problems = []
-        if self.world["LOCAL_RANK"] == 0:
+        if self.local_rank == 0:
             nodes = json.loads(self.store.get("nodes"))
-            others = [place for place in nodes if place[0] != HOST]
+            nodes.pop(HOST)
             with ThreadPoolExecutor(32) as pool:
-                problems = [text for text in pool.map(self.reach, others) if text]
+                problems = [text for text in pool.map(reach, nodes.items()) if text]
         if problems:
             return False, "; ".join(problems)
         return True, "each node connects to each other node by TCP"
-
-    def reach(self, place: list) -> str:
-        """Why this process cannot connect to that node; "" if it can."""
-        host, address, port = place
-        try:
-            socket.create_connection((address, port), CONNECT_SECONDS).close()
-        except OSError as error:
-            return f"cannot connect to {host}: {error}"
-        return ""
 
     def find_mark(self) -> tuple[bool, str]:
         """Whether this node has the run directory of rank 0, which writes a file to it."""
@@ -308,10 +202,7 @@ class Rank:
         deadline = time.monotonic() + MARK_SECONDS
         while not self.mark.exists():  # a network file system may lag
             if time.monotonic() > deadline:
-                return (
-                    False,
-                    f"does not find the file that rank 0 has written to {self.mark.parent}",
-                )
+                return False, f"has no file that rank 0 has written to {self.mark.parent}"
             time.sleep(0.5)
         return True, f"{self.mark.parent} is the same on all nodes"
 
@@ -320,30 +211,48 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        options = {}
+        gpus = torch.cuda.device_count()
+        backend = node_check.requested_backend(self.request, gpus)
+        device = torch.device("cpu")
         large = 4 << 20
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        options = {}
+        if backend == "nccl":
+            device = torch.device("cuda", self.local_rank % max(1, gpus))
+            torch.cuda.set_device(device)
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # it would kill this process
-            options["device_id"] = self.device
             large = 64 << 20
+            options["device_id"] = device
         dist.init_process_group(
-            self.backend,
-            store=dist.PrefixStore("group", self.store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=CHECK_SECONDS),
+            backend,
+            timeout=timedelta(seconds=10 * CHECK_SECONDS),  # for guard.py, it is no hang before
             **options,
         )
-        total = torch.tensor(float(self.rank + 1), device=self.device)
+        total = torch.tensor(float(self.rank + 1), device=device)
         dist.all_reduce(total)
         if total.item() != self.size * (self.size + 1) / 2:
             return False, f"the sum is wrong: {total.item()}"
-        latency = time_all_reduce(8 << 10, self.device)
-        duration = time_all_reduce(large, self.device)
+        latency = time_all_reduce(8 << 10, device)
+        duration = time_all_reduce(large, device)
         bus = large / duration * 2 * (self.size - 1) / self.size / 1e9  # as nccl-tests define it
         text = f"8 KiB in {1e6 * latency:.0f} us, {large >> 20} MiB at {bus:.2f} GB/s (bus)"
         return True, f"{self.size} ranks: {text}"
+
+
+def outcome_of(function) -> tuple[bool, str]:
+    try:
+        return function()
+    except Exception as error:
+        return False, first_line(error)
+
+
+def reach(node: tuple) -> str:
+    """Why this process cannot connect to that node; "" if it can."""
+    host, place = node
+    try:
+        socket.create_connection(place, CONNECT_SECONDS).close()
+    except OSError as error:
+        return f"cannot connect to {host}: {error}"
+    return ""
 
 
 def address_towards(host: str) -> str:

@@ -51,24 +51,19 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_launch_options(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
-    gpu_count = check_launch(args.script, args.arguments, args.nproc_per_node)
-    if args.master_addr and args.master_port:
-        check_master(args.master_addr, args.master_port, args.node_rank)
-    print(gpu_count)
-
-
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Some of torchrun's, which cluster_train.sh also gives to this script and doctor.py."""
     add = parser.add_argument
     add("--nnodes", type=int, default=1)
     add("--node-rank", type=int, default=0)
     add("--master-addr", help="the host of node rank 0")
     add("--master-port", type=int)
     add("--nproc-per-node", type=int, default=0, help="ranks; 0: one per GPU, or 1 [0]")
+    add("script", metavar="SCRIPT", help="the training script")
+    add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    gpu_count = check_launch(args.script, args.arguments, args.nproc_per_node)
+    if args.master_addr and args.master_port:
+        check_master(args.master_addr, args.master_port, args.node_rank)
+    print(gpu_count)
 
 
 def check_launch(script: str, arguments: list[str], ranks: int) -> int:

@@ -174,6 +174,8 @@ class Rendezvous:
             return False
         if self.is_first:
             missing, who = self.missing()
+            if not who:
+                return False
         else:
             with suppress(OSError):
                 socket.create_connection((self.master, self.port), GRACE_SECONDS).close()
@@ -190,6 +192,8 @@ class Rendezvous:
         """The hosts that have not connected to the first, if they can be named; a text for them."""
         peers = peers_of(self.port)
         count = self.nodes - 1 - len(peers)
+        if count <= 0:  # torchrun is about to start the ranks
+            return [], ""
         others = hosts_of_job(os.environ)[1 : self.nodes]
         missing = [host for host in others if not addresses_of(host) & peers]
         if len(missing) != count:  # the names have other addresses
