@@ -285,8 +285,8 @@ def told(attempt):
 
 def words(report):
     """Its cause and reason without numbers and names of hosts."""
-    host = re.escape(report.host)
-    return report.cause, re.sub(rf"\b{host}\b| on \S+|0x\w+|\d+", "", report.reason)
+    own = [word for word in report.reason.split() if word.strip(":,.") != report.host]
+    return report.cause, re.sub(r"\bon \S+|0x\w+|\d+", "", " ".join(own))
 
 
 def evidence(attempt):
