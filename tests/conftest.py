@@ -26,9 +26,6 @@ from harness import (  # noqa: E402
     write_mnist,
 )
 
-# faults/test_safeguards.py disables a safeguard: here, and in preload.py for the ranks.
-exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
-
 MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")  # of cgroup v1
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

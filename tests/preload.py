@@ -12,9 +12,6 @@ import train_distributed  # noqa: F401
 # With some versions of PyTorch, the first optimizer imports the compiler: 3 s.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
-# faults/test_safeguards.py disables a safeguard: here, and in conftest.py for the tests.
-exec(os.environ.get("WITHOUT_SAFEGUARD", ""))
-
 os.environ.pop("PYTHONPATH", None)  # of harness.start_fork_server()
 
 # Otherwise the first garbage collection of each rank copies every inherited page: 1 s.

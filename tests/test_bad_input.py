@@ -161,14 +161,6 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_not_executed(tmp_path, monk
             assert run.codes == [2] and str(file) in run.err[0]
 
 
-def test_missing_data_without_a_network_is_named(tmp_path):
-    # Use a proxy that does not exist, so that there is no network.
-    offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    options = ["--dataset=mnist", f"--data-dir={tmp_path / 'nothing'}"]
-    run = launch(tmp_path / "run", 2, *options, env=offline)
-    assert run.codes[0] == 2 and f"{tmp_path}/nothing: is --data-dir right?" in run.err[0]
-
-
 def test_damaged_data_is_named(tmp_path):
     root = write_mnist(tmp_path / "half", train=203, test=103)
     images = root / "MNIST/raw/train-images-idx3-ubyte"

@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from harness import (
-    FAULT_IN_STEP,
     FOREVER,
     assert_same_state,
     launch,
@@ -78,16 +77,6 @@ def test_a_copy_of_a_checkpoint_under_another_name_is_left_alone(tmp_path):
     train(tmp_path / "run", 1, *options, "--stop-at-step=5", **small())
     names = {path.name for path in run.directory.glob("checkpoint_*")}
     assert names == {"checkpoint_step_5.pt", copy.name}
-
-
-def test_a_crash_loses_little_and_a_resumed_run_ends_the_same(tmp_path, tiny, straight):
-    options = [*tiny, "--epochs=3", "--checkpoint-every-steps=2", "--keep=2"]
-    before = FAULT_IN_STEP.format(step=23, rank=0, fault="os._exit(1)")
-    crashed = launch(tmp_path / "run", 2, *options, before=before)
-    assert crashed.codes[0] == 1 and crashed.saved() == [20, 22]
-    resumed = train(tmp_path / "run", 2, *options)
-    assert resumed.status()["start_step"] == 22
-    assert_same_state(resumed.newest(), straight.newest())
 
 
 @pytest.mark.parametrize("way", ["file", "clock"])
@@ -199,10 +188,3 @@ def test_a_second_process_waits_for_the_lock_and_then_names_its_owner(tmp_path, 
         assert 100 < sum(pauses) < 200
     trainer.lock_directory(cfg)  # it is free
     assert str(os.getpid()) in (tmp_path / "lock").read_text()
-
-
-def test_a_checkpoint_holds_plain_types_and_its_position(straight):
-    content = straight.newest()  # with weights_only
-    assert content["step"] == 39 and content["config"]["global_batch_size"] == 16
-    assert (content["task"], content["samples"]) == ("Task", 203)
-    assert len(content["spec"]["classes"]) == 10

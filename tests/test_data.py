@@ -73,18 +73,6 @@ def test_pictures_of_16_bits_are_scaled_and_those_of_32_refused(tmp_path):
             read_image(path)
 
 
-def test_a_directory_that_links_lead_to_twice_is_named(tmp_path):
-    for name in ("train/a", "train/c", "val/a", "val/c"):
-        (tmp_path / name).mkdir(parents=True)
-        image_file(f"{name}/1.png", np.zeros((8, 8), np.uint8), tmp_path)
-    (tmp_path / "train/c/more").symlink_to(tmp_path / "val/a")  # once: it counts
-    train_set, _ = image_folders(tmp_path, 8)
-    assert len(train_set) == 3
-    (tmp_path / "train/a/again").symlink_to("../c")
-    with pytest.raises(UserError, match=f"a link .*{tmp_path}/train/"):
-        image_folders(tmp_path, 8)
-
-
 def shard(path: Path, members: dict[str, bytes], mode="w", kind=tarfile.REGTYPE) -> Path:
     with tarfile.open(path, mode) as file:
         for name, content in members.items():
@@ -226,23 +214,6 @@ def test_samples_of_several_lengths_are_collated_and_fetched_a_micro_batch_at_a_
     one = train(tmp_path / "one", 1, *options, "--num-workers=0", task=Padded)
     two = train(tmp_path / "two", 2, *options, "--num-workers=1", task=Padded)
     assert_same_state(one.newest(), two.newest())
-
-
-class BrokenRows(Rows):
-    def __getitem__(self, index):
-        return {}["image"]
-
-
-class Broken(Own):
-    rows = BrokenRows
-
-
-def test_an_exception_of_the_data_set_keeps_its_traceback(tmp_path):
-    options = ["--batch-size=4", "--num-workers=1"]
-    result = launch(tmp_path / "run", 1, *options, task=Broken)
-    assert result.codes == [1]
-    assert "KeyError: 'image'" in result.err[0] and "in __getitem__\n" in result.err[0]
-    assert "train_distributed.py: error: " not in result.err[0]
 
 
 def test_images_of_any_type_are_normalized_alike_and_gray_becomes_color():

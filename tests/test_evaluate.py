@@ -1,13 +1,11 @@
 """A trained model: --evaluate prints what the training did, and load_model() predicts the same."""
 
-import zipfile
-
 import pytest
 import tasks
 import torch
 from harness import REPO, launch, train, write_mnist
 
-from train_distributed import load_model, main, parse_config
+from train_distributed import load_model, parse_config
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +36,6 @@ def test_evaluate_prints_the_metrics_of_the_training_and_writes_nothing(
     metrics = f"loss {epoch['test_loss']:.5g}, accuracy {epoch['test_accuracy']:.5g}"
     assert run.out[0].endswith(f"\n{path}: {metrics}\n") and run.err == [""] * ranks
     assert content(trained.directory) == before and list(tmp_path.iterdir()) == []
-
-
-def test_evaluate_reads_the_file_once_to_compare_its_check_sums(path, monkeypatch):
-    calls = []
-    testzip = zipfile.ZipFile.testzip
-    monkeypatch.setattr("zipfile.ZipFile.testzip", lambda file: calls.append(1) or testzip(file))
-    main(tasks.ResNet(), [f"--evaluate={path}"])
-    assert calls == [1]
 
 
 def test_evaluate_uses_other_data_if_it_is_given(tmp_path, path):

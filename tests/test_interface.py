@@ -7,6 +7,8 @@ import signal
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -117,14 +119,6 @@ def test_the_schedule_is_a_function_of_the_step_and_total_steps_sets_the_length(
     assert run.status()["global_step"] == 5
 
 
-def test_evaluations_and_saves_can_be_rare(tmp_path):
-    options = [*EPOCHS, "--epochs=5", "--eval-every-epochs=2"]
-    run = train(tmp_path / "run", 2, *options, **small())
-    tested = [record["epoch"] for record in run.records("epoch") if "test_loss" in record]
-    assert len(run.records("epoch")) == 5 and tested == [2, 4, 5]
-    assert run.saved() == [6, 12, 15]
-
-
 def test_an_epoch_that_is_not_evaluated_counts_once_also_if_the_run_stops_at_its_end(tmp_path):
     options = [*EPOCHS, "--epochs=4", "--eval-every-epochs=2"]
     whole = train(tmp_path / "whole", 1, *options, **small())
@@ -220,25 +214,6 @@ def test_what_would_be_wrong_in_silence_is_refused(tmp_path, capfd, code, expect
     assert not [*tmp_path.glob("run/*.pt")]
 
 
-DROPS = IN_FILES + method(
-    "loader_options",
-    "",
-    "collate = torch.utils.data.default_collate\n"
-    "return {'collate_fn': lambda rows: collate([row for row in rows if row[0][0] > 0])}",
-)
-COUNTED = loss_and("return loss, {'count': torch.tensor(len(x))}")
-
-
-def test_a_collate_fn_that_drops_samples_needs_a_count(tmp_path, capfd):
-    options = [*EPOCHS, "--num-workers=0"]
-    message = refuse_here(capfd, tmp_path / "refused", *options, task=task_of(DROPS))
-    assert 'the sum "count"' in message
-    counting = small(DROPS + COUNTED + "\ndef report(self, sums): return {'count': sums['count']}")
-    run = train(tmp_path / "run", 1, *options, **counting)
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))[:48]
-    assert run.records("epoch")[0]["count"] == (x[:, 0] > 0).sum()
-
-
 def train_here(directory: Path, code: str, *options: str) -> dict:
     """The last checkpoint of a run in this process."""
     trainer.main(task_of(code), [*EPOCHS, f"--checkpoint-dir={directory}", *options])
@@ -267,12 +242,6 @@ def test_a_batch_that_may_lack_samples_needs_a_count(batch):
     with nullcontext() if is_whole else pytest.raises(trainer.UserError):
         trainer.add_sums(Counter(), torch.tensor(1.0), {}, batch, 8)
     trainer.add_sums(Counter(), torch.tensor(1.0), {"count": 5}, batch, 8)
-
-
-def test_data_may_be_arrays(tmp_path):
-    of_arrays = "lambda s: trainer.InMemoryDataset(*map(np.array, s.tensors))"
-    code = method("data", "cfg", f"return [*map({of_arrays}, super().data(cfg))]")
-    assert_same_state(train_here(tmp_path / "a", code), train_here(tmp_path / "usual", "pass"))
 
 
 def test_the_best_loss_is_the_lowest_one(tmp_path):
@@ -336,51 +305,14 @@ def test_buffers_that_are_views_are_those_of_rank_0(tmp_path):
     assert_same_state(run.newest(), whole.newest())
 
 
-MODES = """
-class Averaging(torch.optim.SGD):
-    def train(self):
-        print("optimizer train", flush=True)
-
-    def eval(self):
-        print("optimizer eval", flush=True)
-
-def optimizer(self, cfg, model):
-    return self.Averaging(model.parameters(), lr=0.1)
-
-def report(self, sums):
-    print("evaluated", flush=True)
-    return super().report(sums)
-"""
-
-
-def test_an_optimizer_with_modes_is_in_eval_for_saves_and_evaluations(tmp_path):
-    options = [*EPOCHS, "--epochs=1", "--log-every-steps=100"]
-    run = train(tmp_path / "run", 1, *options, **small(MODES))
-    lines = [line for line in run.out[0].splitlines() if line.startswith(("optimizer", "eval"))]
-    trains = lines.index("optimizer train")
-    after = lines[trains + 1 :]
-    assert after.index("optimizer eval") < len(after) - 1 and "optimizer train" not in after
-
-
-GAN = """
-def model(self, cfg):
-    parts = {"one": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()),
-             "two": torch.nn.Linear(4, 1)}
-    return torch.nn.ModuleDict(parts)
-
-def loss(self, model, batch):
-    x, y = batch
-    model["one"].requires_grad_(self.step % 2 == 0)
-    assert model["one"].training == model.training, "dropout was turned off"
-    return (model["two"](model["one"](x)) - y).square().mean(), {}
-"""
-
-
-def test_parts_that_a_loss_freezes_and_thaws_stay_in_training_mode(tmp_path):
-    train(tmp_path / "run", 1, *EPOCHS, "--stop-at-step=4", "--epochs=3", **small(GAN))
-    run = train(tmp_path / "run", 1, *EPOCHS, "--epochs=3", **small(GAN))
-    whole = train(tmp_path / "whole", 1, *EPOCHS, "--epochs=3", **small(GAN))
-    assert_same_state(run.newest(), whole.newest())
+def test_an_optimizer_with_modes_follows_the_model():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())
+    state = SimpleNamespace(model=model, optimizer=mock.Mock())
+    for mode in ("train", "eval"):
+        trainer.set_mode(state, [model[1]], mode)
+        assert state.optimizer.mock_calls == [getattr(mock.call, mode)()]
+        assert (model[0].training, model[1].training) == (mode == "train", False)
+        state.optimizer.reset_mock()
 
 
 SPARSE = """
@@ -429,6 +361,7 @@ def loss(self, model, batch):
     head = model[self.step % 2]
     model[1 - self.step % 2].requires_grad_(FREEZES == 0)
     head.requires_grad_(True)
+    assert head.training == model.training  # though it was frozen when the last epoch ended
     return (head(x) - y).square().mean(), {}
 
 def wrap(self, loss):

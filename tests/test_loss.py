@@ -102,32 +102,6 @@ def test_a_loss_that_is_not_finite_in_the_evaluation_is_null_in_the_record(tmp_p
     assert first["test_loss"] is None and second["test_loss"] > 0
 
 
-class Net(torch.nn.Linear):
-    first = None
-
-    def forward(self, x):
-        if self.first is None:
-            self.first = x.detach().mean()
-            print("first", self.first.item(), flush=True)
-        return super().forward(x * self.first)
-
-
-class Remembers(trainer.Task):
-    def data(self, cfg):
-        return trainer.InMemoryDataset(torch.full((64, 8), 2.0), torch.arange(64) % 3), None
-
-    def model(self, cfg):
-        return Net(8, 3)
-
-
-def test_what_a_model_keeps_of_its_first_forward_pass_comes_from_the_data(tmp_path):
-    """For example, the angles that a rotary embedding caches."""
-    for ranks in (1, 2):
-        options = ["--batch-size=16", "--epochs=1"]
-        run = train(tmp_path / str(ranks), ranks, *options, task=Remembers)
-        assert all("first 2.0\n" in out for out in run.out)
-
-
 class Frozen(tasks.ResNet):
     def model(self, cfg):
         model = super().model(cfg)

@@ -127,46 +127,6 @@ def test_tensors_of_any_type_are_compared_bit_for_bit(tmp_path):
         assert compare_runs.compare(*reversed(paths))[0] == is_equal
 
 
-def test_options_of_runs_that_differ_are_named(run, tmp_path):
-    other = write(tmp_path / "other", read(run))
-    options = (run / "config.yaml").read_text().replace(str(run), "elsewhere")
-    (other / "config.yaml").write_text(re.sub(r"(?m)^lr: .*", "lr: 0.7", options))
-    is_equal, text = compare_runs.compare(run, other)
-    assert is_equal and re.match(r"Option lr: \S+ in A, 0.7 in B\nCompared ", text)
-
-
-@pytest.fixture
-def panels(monkeypatch):
-    """{title: (labels, scale of the y axis)} of what is drawn."""
-    from matplotlib.figure import Figure
-
-    drawn = {}
-
-    def savefig(figure, *_arguments, **_options) -> None:
-        for axes in figure.axes:
-            labels = [line.get_label() for line in axes.lines]
-            drawn[axes.get_title()] = (labels, axes.get_yscale())
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return drawn
-
-
-def test_each_metric_of_a_run_has_a_panel_with_the_loss_first(tmp_path, panels, call):
-    more = {"time": 1.0, "lr": 0.1, "samples_per_second": 9.0}
-    records = [{"kind": "train", "step": step, "iou": 0.1, "loss": 2.0} | more for step in (1, 2)]
-    test = {"test_iou": 0.1, "test_loss": 3.0, "test_top5": 0.5}
-    records.append({"kind": "epoch", "step": 2, "epoch": 1, "iou": 0.15, "loss": 1.5, **test})
-    run = write(tmp_path / "run", records)
-    for path in run, run / "metrics.jsonl":
-        panels.clear()
-        assert call(plot_metrics, path)[1] == f"Wrote {run}/metrics.png\n"
-        assert list(panels.items()) == [
-            ("Loss", (["run training", "run test"], "log")),
-            ("Iou", (["run training", "run test"], "linear")),
-            ("Top5", (["run test"], "linear")),
-        ]
-
-
 def test_the_last_record_of_a_step_is_drawn_and_no_mean_over_few_steps(tmp_path):
     """A run that crashed after step 120; and the end of an epoch of 141 steps."""
     steps = [(80, 9.0), (100, 9.0), (120, 9.0), (100, 1.0), (120, 2.0), (140, 3.0), (141, 9.0)]

@@ -54,18 +54,11 @@ def test_options_train_and_resume_bitwise(tmp_path, tiny, plain, options):
         )
 
 
-@pytest.mark.long
-def test_every_speed_option_at_once_with_bf16_resumes_bitwise(tmp_path, tiny):
-    options = [*tiny, "--epochs=1", "--compile", "--amp=bf16", "--activation-checkpointing"]
-    options += ["--optimizer=adamw", "--lr=0.001"]
-    assert_trains_and_resumes_bitwise(tmp_path, 2, *options, task=tasks.ResNet, timeout=400)
-
-
 @pytest.mark.timeout(600)
-def test_compile_changes_neither_the_loss_nor_the_names_in_a_checkpoint(tmp_path, tiny):
-    options = [*tiny, "--stop-at-step=2", "--dropout=0"]
-    eager = train(tmp_path / "eager", 1, *options)
-    compiled = train(tmp_path / "compiled", 1, *options, "--compile", timeout=400)
+def test_compile_changes_neither_the_loss_nor_the_names_in_a_checkpoint(tmp_path):
+    options = [*tasks.QUICK, "--log-every-steps=1", "--stop-at-step=2"]
+    eager = train(tmp_path / "eager", 1, *options, **tasks.small())
+    compiled = train(tmp_path / "compiled", 1, *options, "--compile", timeout=400, **tasks.small())
     assert first_loss(compiled) == pytest.approx(first_loss(eager), abs=1e-4)
     assert compiled.newest()["model"].keys() == eager.newest()["model"].keys()
 

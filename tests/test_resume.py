@@ -42,13 +42,6 @@ def test_stopped_and_resumed_ends_bitwise_equal(tmp_path, tiny, untouched, step)
     assert_same_end(resumed, untouched)
 
 
-@pytest.mark.long  # two of these steps are tried above
-def test_stopped_after_every_single_step_ends_bitwise_equal(tmp_path, tiny, untouched):
-    for step in range(1, END + 1):
-        run = train(tmp_path / "run", RANKS, *tiny, *OPTIONS, f"--stop-at-step={step}")
-    assert_same_end(run, untouched)
-
-
 def test_uneven_ranks_resume_bitwise_too(tmp_path, tiny):
     options = [*tiny, "--epochs=1", "--global-batch-size=48"]  # 1 or 2 micro-batches on 4 ranks
     untouched = train(tmp_path / "untouched", 4, *options)

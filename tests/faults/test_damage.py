@@ -56,7 +56,7 @@ def test_a_damaged_file_is_named_and_the_one_before_is_used_or_its_weights_are_i
     newest.write_bytes(content)
     cfg = train_distributed.parse_config([f"--checkpoint-dir={directory}"])
     path = train_distributed.find_checkpoint(cfg)
-    warning = capfd.readouterr().err
+    warning = capfd.readouterr().out
     print(f"seed {seed}, {damage.__name__}: {path.name}, {warning}")
     if path == newest:  # it is not in the weights
         assert damage is not truncate and warning == ""

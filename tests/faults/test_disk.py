@@ -18,7 +18,7 @@ def test_a_full_disk_is_named_training_goes_on_and_the_end_is_the_same(tiny, sma
     free = FAULT_IN_STEP.format(step=11, rank=0, fault=f"os.unlink({str(filler)!r})")
     straight = train(tmp_path / "straight", 2, *options)
     run = train(run_directory, 2, *options, before=free)
-    (warning,) = run.err[0].splitlines()
+    (warning,) = [line for line in run.out[0].splitlines() if line.startswith("WARNING: ")]
     assert "checkpoint_step_9.pt" in warning and "No space left on device" in warning
     assert run.saved() == [3, 6, 12, 13]
     assert {path.suffix for path in run_directory.glob(".*")} == set()

@@ -27,13 +27,8 @@ CAUSES = {
 }
 
 
-EVERY_DAY = ("rank 1", "SIGKILL")
-CASES = [
-    pytest.param(*case, marks=() if case == EVERY_DAY else pytest.mark.long) for case in CAUSES
-]
-
-
-@pytest.mark.parametrize("kind, name", CASES)
+@pytest.mark.long  # ../test_supervise.py has a rank that crashes
+@pytest.mark.parametrize("kind, name", CAUSES)
 @pytest.mark.parametrize("repeat", range(REPEATS))
 def test_a_process_that_is_killed_or_stopped_leaves_nothing_and_costs_nothing_saved(
     tmp_path, images, undisturbed, kind, name, repeat
