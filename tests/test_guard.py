@@ -31,33 +31,29 @@ GUARD = REPO / "scripts/guard.py"
 HOST = os.uname().nodename
 needs_recorder = pytest.mark.skipif(not hang.has_recorder(), reason="needs PyTorch 2.8")
 
-# As in PyTorch's tutorial; a test may replace `# HERE` by a fault.
+# A test may replace `# HERE` by a fault.
 DDP_SCRIPT = """
 import os, sys, time
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    model = DDP(torch.nn.Linear(10, 5))
-    loss_fn = torch.nn.MSELoss()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     for step in range(20):
         # HERE
         optimizer.zero_grad()
-        outputs = model(torch.randn(20, 10))
-        loss_fn(outputs, torch.randn(20, 5)).backward()
+        model(torch.randn(20, 10)).square().mean().backward()
         optimizer.step()
     print(f"rank {rank} of {dist.get_world_size()} ends\\n", end="", flush=True)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+main()
 """
 
 # ------------------------------------------------------------ the script runs as without guard.py
@@ -397,6 +393,7 @@ def test_the_failure_file_is_never_written_through_a_link(tmp_path, monkeypatch)
         (tmp_path / name).symlink_to(tmp_path / "precious")
     report.write_failure("exception", "text")
     report.write_stop(signal.SIGTERM)
+    report.write_event("training", "text")  # without EVENTS_FILE
     assert not (tmp_path / "precious").exists()
 
 
