@@ -217,43 +217,6 @@ def test_a_rank_that_fails_ends_the_job_and_its_node_is_named(cluster, repo, tmp
     assert re.search(r"srun: error: (node\d+): task", text)[1] == "node02", text
 
 
-@pytest.mark.parametrize("launcher", SRUN_ONLY)
-def test_train_minimal_saves_at_scancel_and_resumes(cluster, repo, tmp_path, launcher):
-    """Without loader workers: without cgroups, Slurm signals all processes, and would end them."""
-    checkpoint = tmp_path / "run/checkpoint.pt"
-    words = ["--nodes=2", "--gpus-per-node=1", launcher, "configs/default_config.yaml"]
-    words += [f"--checkpoint-dir={checkpoint.parent}", "--global-batch-size=30", "--save-every=5"]
-    words.append("--num-workers=0")
-    env = {"TRAIN_SCRIPT": "train_minimal.py"}
-    code, job = cluster.on("login", "sbatch", "--parsable", *words, cwd=repo, **env)
-    assert code == 0, job
-    wait_until(checkpoint.exists)
-    cluster.on("login", "scancel", job.strip())
-    _, text = cluster.end_of_job(job.strip())
-    stopped = re.search(r"stopped at step (\d+) of 1000", text)
-    assert stopped, text
-    code, text = cluster.sbatch(repo, *words, "--epochs=1", **env)
-    assert code == 0 and f": from step {stopped[1]} to 200" in text, text
-    assert "finished at step 200 of 200" in text
-
-
-@pytest.mark.long
-def test_node_names_with_suffixes_and_a_process_tracker_of_its_own(
-    racks, repo, tmp_path, probe, options, check
-):
-    hosts = {f"rack{n // 2 + 1:02}-n{n % 2 + 1}": str(n) for n in range(4)}
-    words = ["--nodes=4", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    words += ["--output=racks-%j.out"]
-    run = tmp_path / "run"
-    code, text = racks.sbatch(repo, *words, LAUNCHERS[0], *options, f"--checkpoint-dir={run}")
-    assert code == 0, text
-    check(text, run, hosts)
-    code, text = racks.sbatch(repo, *words, LAUNCHERS[1], **probe)
-    assert code == 0, text
-    assert {r["host"]: str(r["rank"]) for r in probed(text)} == hosts
-    racks.assert_nothing_left()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("cpus", [[], ["--cpus-per-task=1"]])
 @pytest.mark.skipif(os.cpu_count() < 2, reason="binds two tasks to cores of their own")
