@@ -214,7 +214,7 @@ class Supervisor:
 
     def __init__(self, command):
         self.command = command
-        self.is_srun = Path(command[0]).name == "srun"  # others choose their nodes themselves
+        self.is_srun = Path(command[0]).name == "srun"  # other launchers choose their nodes
         self.passes_stop = self.is_srun or is_ours(command)
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         self.job = job or f"{HOST}-{os.getpid()}"
@@ -230,7 +230,7 @@ class Supervisor:
         self.earlier = []  # attempts of this process
         signal.signal(signal.SIGQUIT, self.forward)
 
-        self.job_nodes = expand(os.environ.get("SLURM_JOB_NODELIST", "")) if self.is_srun else []
+        self.job_nodes = expand(os.environ.get("SLURM_JOB_NODELIST", ""))
         self.given = self.job_nodes  # all hosts that may be used
         self.excluded = expand(os.environ.get("EXCLUDED_NODES", ""))
         self.leave_out(())
@@ -247,7 +247,7 @@ class Supervisor:
 
     def set_master(self, env):
         """For srun, whose tasks have not agreed on it: MASTER_ADDR and MASTER_PORT."""
-        if self.nodes:
+        if self.nodes and self.is_srun:
             env["MASTER_ADDR"], env["MASTER_PORT"] = choose_master(env, self.nodes)
 
     def keep_alive(self):
@@ -339,9 +339,9 @@ class Supervisor:
         files = {name: self.files / f"{count}.{name}" for name in FILES}
         env = self.environment(count, files)
         start = time.time()
-        code = code_version()
+        version = code_version()
         before = last_change()
-        exit_code = self.run(env, files)
+        code = self.run(env, files)
 
         status = read_status(files["STATUS_FILE"])
         self.learn_run_dir(status)
@@ -352,8 +352,8 @@ class Supervisor:
         failed_gpus = [event for event in events if event.get("event") == "gpu_failed"]
         attempt = Attempt(
             hosts=hosts,
-            exit_code=128 - exit_code if 128 < exit_code < 160 else exit_code,  # of a shell
-            reports=self.reports(files["FAILURE_FILE"], hosts, exit_code),
+            exit_code=128 - code if 128 < code < 160 else code,  # of a shell
+            reports=self.reports(files["FAILURE_FILE"], hosts, code),
             defective=[name_among(hosts, event["host"]) for event in failed_gpus],
             requests={**self.requests.made},
             of_ranks=of_ranks,
@@ -367,7 +367,7 @@ class Supervisor:
             end=time.time(),
             attempt=env["ATTEMPT_ID"],
             world_size=status["world_size"],
-            code=code,
+            code=version,
             events=events,
         )
         return attempt._replace(progress=progress(attempt, before))
@@ -395,7 +395,7 @@ class Supervisor:
 
     def command_on_nodes(self):
         """COMMAND; srun is told the nodes of this attempt."""
-        if not self.nodes:
+        if not self.nodes or not self.is_srun:
             return self.command
         nodes = [f"--nodes={len(self.nodes)}", f"--nodelist={','.join(self.nodes)}"]
         return [self.command[0], *nodes, *self.command[1:]]

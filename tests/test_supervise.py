@@ -644,6 +644,7 @@ def test_only_srun_is_told_the_nodes_and_the_master(supervisor, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2")
     us = module.Supervisor(["true"])
     assert us.command_on_nodes() == ["true"] and "MASTER_ADDR" not in us.environment(1, {})
+    assert us.used_hosts([]) == ["n1", "n2"]  # a script may call srun
     us = module.Supervisor(["srun", "x"])
     assert us.command_on_nodes() == ["srun", "--nodes=2", "--nodelist=n1,n2", "x"]
     env = us.environment(1, {})
