@@ -22,13 +22,13 @@ Examples:
     python scripts/compare_runs.py runs/one/best.pt runs/two/best.pt
 """
 
-import json
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import yaml
+from plot_metrics import read_records
 
 # What the trainer records in metrics.jsonl that differs between equal runs.
 NOT_COMPARED = {"time", "samples_per_second", "data_wait", "seconds_left", "gpu_memory_gb"}
@@ -82,19 +82,16 @@ def read_run(path: Path) -> tuple[dict, dict[str, dict]]:
     options = {}
     with suppress(OSError, yaml.YAMLError):
         options = yaml.safe_load((directory / "config.yaml").read_text())
-    file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        lines = file.read_bytes().splitlines()
+        found = read_records(path)
     except OSError as error:
-        fail(f"cannot read {file} ({error.strerror})")
+        fail(f"cannot read {error.filename} ({error.strerror})")
+    if not found:
+        fail(f"{path} has no records: has the run trained --log-every-steps steps?")
     records = {}
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError):  # half a line after a crash
-            record = json.loads(line)
-            fields = {name: record[name] for name in record if name not in NOT_COMPARED}
-            records[f"{record['kind']} record of step {record['step']}"] = fields
-    if not records:
-        fail(f"{file} has no records: has the run trained --log-every-steps steps?")
+    for (step, kind), record in found.items():
+        fields = {name: record[name] for name in record if name not in NOT_COMPARED}
+        records[f"{kind} record of step {step}"] = fields
     return options, records
 
 

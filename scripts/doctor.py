@@ -29,7 +29,7 @@ from pathlib import Path
 
 import node_check
 import report
-from node_check import Finding, existing, first_line, run_directory
+from node_check import Finding, existing, first_line
 from report import HOST, wait_for
 
 CONNECT_SECONDS = 4  # for one node to connect to another
@@ -39,20 +39,36 @@ LEVELS = ["OK", "WARN", "FAIL"]
 
 
 def main() -> int:
-    request = node_check.read_request(sys.argv[1:])
+    args = parse()
     if "RANK" in os.environ:
-        Rank(request).run()
+        Rank(args).run()
+    return print_findings(node_check.check_machine(args.checkpoint_dir))
+
+
+def parse() -> argparse.Namespace:
+    """Its own options; in a launch, there are also those of the training script."""
     parser = argparse.ArgumentParser(
         prog="doctor.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", help="a file that may have the other two options")
-    parser.add_argument("--checkpoint-dir", help="the run directory of the training")
-    parser.add_argument("--distributed-backend", help="in a launch")
-    parser.parse_args()
-    return print_findings(node_check.check_machine(run_directory(request)))
+    parser.add_argument("--config", help="a YAML file that may have the other two options")
+    parser.add_argument("--checkpoint-dir", default="checkpoints", help="the run directory")
+    parser.add_argument("--distributed-backend", help="nccl or gloo, in a launch")
+    args, unknown = parser.parse_known_args()
+    if unknown and "RANK" not in os.environ:
+        parser.error(f"there is no option {unknown[0]}")
+    if args.config:
+        try:
+            import yaml
+
+            settings = yaml.safe_load(Path(args.config).read_text()) or {}
+        except Exception as error:  # no PyYAML; no such file; not YAML
+            parser.error(f"cannot read --config {args.config}: {first_line(error)}")
+        parser.set_defaults(**{name: settings[name] for name in settings if settings[name]})
+        args, _ = parser.parse_known_args()
+    return args
 
 
 def print_findings(findings: list[Finding]) -> int:
@@ -74,10 +90,10 @@ def print_findings(findings: list[Finding]) -> int:
 class Rank:
     """One rank of a launch. Rank 0 collects the findings."""
 
-    def __init__(self, request: str):
+    def __init__(self, args: argparse.Namespace):
         import torch.distributed as dist
 
-        self.request = request
+        self.args = args
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.store, self.rank, self.size = next(dist.rendezvous("env://"))
         self.limit = CHECK_SECONDS + self.size / 32
@@ -107,15 +123,14 @@ class Rank:
 
     def meet(self) -> None:
         """The first rank of each node checks it; rank 0 learns what it found, and where it is."""
-        directory = run_directory(self.request)
         master = os.environ["MASTER_ADDR"]
         info = {"host": HOST, "port": self.listen(), "findings": []}
         info["address"] = address_towards(master) if self.rank else master
         if self.local_rank == 0:
-            for finding in node_check.check_machine(directory):
+            for finding in node_check.check_machine(self.args.checkpoint_dir):
                 if finding.level != "OK" or self.rank == 0:
                     info["findings"].append(finding._replace(where=HOST))
-        place = existing(Path(directory))
+        place = existing(Path(self.args.checkpoint_dir))
         info["mark"] = str(place / f".mark_{HOST}_{os.getpid()}")
         self.mark = Path(self.exchange("info", info, self.collect))
 
@@ -212,7 +227,8 @@ class Rank:
         import torch.distributed as dist
 
         gpus = torch.cuda.device_count()
-        backend = node_check.requested_backend(self.request, gpus)
+        backend = self.args.distributed_backend or os.environ.get("BACKEND")
+        backend = backend or ("nccl" if gpus else "gloo")
         device = torch.device("cpu")
         large = 4 << 20
         options = {}

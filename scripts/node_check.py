@@ -77,7 +77,7 @@ def check_launch(script: str, arguments: list[str], ranks: int) -> int:
     if missing:
         refuse(f"{sys.executable} has no {', '.join(missing)}: {INSTALL}")
     gpu_count = count_gpus()
-    check_backend(read_request(arguments), ranks or gpu_count or 1, gpu_count)
+    check_backend(" ".join(arguments), ranks or gpu_count or 1, gpu_count)
     for check in (environment, shared_memory, gpus):
         for finding in attempt(check):
             if finding.level != "OK":
@@ -96,42 +96,13 @@ def refuse(text: str, cause: str = "configuration") -> None:
     sys.exit(2)
 
 
-MAX_CONFIG = 1 << 20  # bytes of a configuration file
-
-
-def read_request(arguments: list[str]) -> str:
-    """Lines: of the configuration files without comments, then the arguments, which count more."""
-    texts = []
-    for argument in arguments:
-        path = Path(argument.split("=")[-1])  # FILE or --option=FILE
-        with suppress(OSError):
-            is_text = path.suffix in (".yaml", ".yml", ".json", ".toml") and path.is_file()
-            if is_text and path.stat().st_size < MAX_CONFIG:  # not a data set
-                text = path.read_text(errors="replace")
-                texts.append(re.sub(r"#.*", "", text))
-    return "\n".join(texts + arguments)
-
-
-def run_directory(request: str) -> str:
-    """--checkpoint-dir or --save-dir of the training; request: of read_request()"""
-    found = re.findall(r"\b(?:checkpoint|save)[-_]dir(?:=|: *|\s)(?!null\b)(\S.*)", request)
-    directory = found[-1].strip("\"' ") if found else "checkpoints"
-    return os.path.expanduser(os.path.expandvars(directory))
-
-
-def check_backend(request: str, ranks: int, gpu_count: int) -> None:
+def check_backend(options: str, ranks: int, gpu_count: int) -> None:
     """nccl, the default where there are GPUs, needs a GPU for each rank."""
-    backend = requested_backend(request, gpu_count)
+    asked_for = re.findall(r"backend[= ](nccl|gloo)\b", options)
+    backend = [os.environ.get("BACKEND") or ("nccl" if gpu_count else "gloo"), *asked_for][-1]
     if backend == "nccl" and gpu_count < ranks and os.environ.get("SHARE_GPU") != "1":
         remedy = "request GPUs, or set BACKEND=gloo, or SHARE_GPU=1 to debug several ranks on a GPU"
         refuse(f"{ranks} ranks for nccl, but {gpu_count} visible GPUs: {remedy}")
-
-
-def requested_backend(request: str, gpu_count: int) -> str:
-    found = re.findall(r"backend[\"']?[=:\s]+[\"']?(nccl|gloo)\b", request)
-    if found:
-        return found[-1]
-    return os.environ.get("BACKEND") or ("nccl" if gpu_count else "gloo")
 
 
 def check_master(master: str, port: int, node_rank: int) -> None:

@@ -5,8 +5,7 @@
     python scripts/plot_metrics.py runs/a runs/b -o comparison.png  # runs compared
 
 A run is a directory that train_distributed.py wrote to, or its metrics.jsonl. Thin lines: training,
-a point per record, without those that average less than half as many steps as usual, such as at the
-end of an epoch. Dots: the test set after each epoch. Every second run is dashed. A loss that is
+a point per record. Dots: the test set after each epoch. Every second run is dashed. A loss that is
 always positive has a logarithmic scale.
 """
 
@@ -14,7 +13,6 @@ import argparse
 import json
 import math
 import re
-import statistics
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,18 +23,24 @@ HELD_OUT = re.compile("^(test|validation)_")
 COLUMNS = 3  # panels side by side at most
 
 
+def read_records(path: Path) -> dict[tuple, dict]:
+    """{(step, kind): record}; after a crash, a step has two records: the last one counts."""
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    records = {}
+    for line in file.read_bytes().splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # half a line: the run was killed
+            record = json.loads(line)
+            records[record["step"], record["kind"]] = record
+    return records
+
+
 class Run:
     """What a run has recorded."""
 
     def __init__(self, path: Path):
         self.directory = path if path.is_dir() else path.parent
-        file = self.directory / "metrics.jsonl" if path.is_dir() else path
         self.name = self.directory.name
-        last = {}  # after a crash, a step has two records: the last one counts
-        for line in file.read_text().splitlines():
-            with suppress(ValueError):  # half a line: the run is being written, or was killed
-                record = json.loads(line)
-                last[record["step"], record["kind"]] = record
+        last = read_records(path)
         self.records = [last[key] for key in sorted(last)]
 
     def metrics(self) -> list[str]:
@@ -52,14 +56,6 @@ class Run:
                 value = record[key]
                 found.append((record["step"], math.nan if value is None else value))
         return found
-
-
-def without_short(points: list[tuple]) -> list[tuple]:
-    """Without those that average less than half as many steps as usual: they are noise."""
-    lengths = [after - before for (before, _), (after, _) in zip(points, points[1:])]
-    usual = statistics.median(lengths) if lengths else 0
-    long = [point for point, length in zip(points[1:], lengths) if 2 * length >= usual]
-    return points[:1] + long
 
 
 def draw(runs: list[Run], output: Path) -> None:
@@ -90,8 +86,7 @@ def draw_panel(axes, name: str, runs: list[Run]) -> None:
         training = run.points(name, "train") or run.points(name)  # of steps, or of epochs
         if training:
             label = f"{run.name} training"
-            curve = zip(*without_short(training))
-            axes.plot(*curve, f".{line}", ms=4, lw=1, alpha=0.5, color=color, label=label)
+            axes.plot(*zip(*training), f".{line}", ms=4, lw=1, alpha=0.5, color=color, label=label)
         for held_out in ("validation", "test"):
             curve = run.points(f"{held_out}_{name}")
             if curve:
