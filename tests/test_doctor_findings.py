@@ -192,10 +192,6 @@ def nodes(tmp_path):
     return nodes
 
 
-def test_two_healthy_nodes(nodes):
-    assert nodes("") == []
-
-
 def test_the_faults_of_one_node_are_named(nodes):
     code = """if rank == 1:
         # the run directory is not shared

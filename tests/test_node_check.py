@@ -11,8 +11,6 @@ import sys
 import guard
 import node_check
 import pytest
-import report
-from gpus import gpu, nvidia_smi
 from harness import LAUNCH_VARIABLES, REPO, free_port
 
 NODE_CHECK = REPO / "scripts/node_check.py"
@@ -139,40 +137,42 @@ def test_a_master_address_that_means_the_local_host_on_every_node(check, master)
     assert code == 2 and f"resolves to {master}, which is this node itself" in error
 
 
+@pytest.fixture
+def check_addresses(monkeypatch, capfd):
+    """check_addresses(name, its addresses, rank, nodes): passes with this master."""
+
+    def check_addresses(name: str, addresses: list[str], rank: int, nodes: int) -> None:
+        def resolve(host, port, *more, real=socket.getaddrinfo, **options):
+            hosts = addresses if host == name else [host]
+            return [info for host in hosts for info in real(host, port, *more, **options)]
+
+        words = where(rank, name, free_port(), nodes)
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(sys, "argv", ["node_check.py", *words, "x.py"])
+        node_check.main()
+        assert capfd.readouterr() == ("0\n", "")
+
+    return check_addresses
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_of_several_addresses_of_the_master_is_enough(monkeypatch, capfd, rank):
+def test_one_of_several_addresses_of_the_master_is_enough(check_addresses, rank):
     """Simulated: a name with an address that nothing answers, and one of this host."""
-
-    def resolve(host, port, *more, real=socket.getaddrinfo, **options):
-        hosts = ("fe80::1", "127.0.0.1", here) if host == "master" else (host,)
-        return [info for name in hosts for info in real(name, port, *more, **options)]
-
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 1))
         here = probe.getsockname()[0]
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(sys, "argv", ["node_check.py", *where(rank, "master", free_port()), "x.py"])
-    node_check.main()
-    assert capfd.readouterr() == ("0\n", "")
+    check_addresses("master", ["fe80::1", "127.0.0.1", here], rank, 2)
 
 
-def test_a_kernel_without_ipv6(monkeypatch, capfd):
-    def resolve(host, port, *more, real=socket.getaddrinfo, **options):
-        hosts = ("::1", "127.0.0.1") if host == "localhost" else (host,)
-        return [info for name in hosts for info in real(name, port, *more, **options)]
-
+def test_a_kernel_without_ipv6(monkeypatch, check_addresses):
     class Socket(socket.socket):
         def __init__(self, family=socket.AF_INET, *more, **options):
             if family == socket.AF_INET6:
                 raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
             super().__init__(family, *more, **options)
 
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket, "socket", Socket)
-    port = free_port()
-    monkeypatch.setattr(sys, "argv", ["node_check.py", *where(0, "localhost", port, 1), "x.py"])
-    node_check.main()
-    assert capfd.readouterr() == ("0\n", "")
+    check_addresses("localhost", ["::1", "127.0.0.1"], 0, 1)
 
 
 def test_guard_0_turns_a_refusal_into_a_warning(check):
@@ -195,20 +195,6 @@ def test_harmful_variables_are_warnings(check):
     assert check("x.py", NCCL_P2P_DISABLE="0")[2] == ""
     (line,) = check("x.py", FAILURE_FILE="/absent/logs/failure")[2].splitlines()
     assert "/absent/logs is not here" in line and "set LOG_DIR to a directory" in line
-
-
-def test_problems_of_the_gpus_are_warnings(monkeypatch, tmp_path, capfd):
-    """nvidia-smi is a stand-in. test_doctor_findings.py has more of them."""
-    used = gpu(0, **{"memory.used": "17012"})
-    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, [used]))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(report, "has_gpu", lambda: True)
-    monkeypatch.setattr(node_check, "torch_build", lambda: {"cuda": "13.0"})
-    monkeypatch.setattr(sys, "argv", ["node_check.py", "x.py"])
-    node_check.main()
-    out, error = capfd.readouterr()
-    assert out == "1\n" and len(error.splitlines()) == 1
-    assert "17012 of 143771 MiB of GPU 0 are in use: see nvidia-smi" in error
 
 
 @pytest.mark.parametrize("free", [0.5, 2.0])

@@ -79,17 +79,6 @@ def test_many_faults_of_one_node_are_reported_together(cluster, repo, tmp_path, 
 
 
 @pytest.mark.long
-def test_a_node_with_another_pytorch_is_named(cluster, repo, tmp_path, inject):
-    """By the rank check of guard.py."""
-    import torch.version
-
-    version = Path(torch.version.__file__)
-    inject(*replaced(version, version.read_text().replace(torch.__version__, "2.14.0")))
-    code, text = job(cluster, repo, tmp_path / "run", RUN)
-    assert code and "PyTorch differs: 2.14.0 for ranks 2-3 on node02, " in text, text
-
-
-@pytest.mark.long
 def test_free_ports_between_nodes_are_blocked(cluster, repo, tmp_path, inject):
     """As on clusters that open only a few: the ranks connect, but gloo or NCCL then hangs.
 
