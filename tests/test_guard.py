@@ -226,6 +226,7 @@ def ranks(env: dict[str, str]) -> tuple[int, ...]:
         (BATCH_SHELL | {"SLURM_STEP_ID": "-5"}, ALONE),  # Slurm 26.05
         (dict.fromkeys(["RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID"], ""), ALONE),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (3, 1, 8, 2)),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": ""}, (3, 0, 8, 1)),
         (INTERACTIVE, ALONE),
         (INTERACTIVE | {"SLURM_PTY_PORT": "41555"}, ALONE),
     ],
