@@ -6,7 +6,7 @@
 #
 # All arguments from the first one with a dash on are options of the training script. It gets --config, if a
 # config is given, and --distributed-backend, if BACKEND is set, only if it has these options. After --, it gets
-# what follows, and nothing else. SIGQUIT makes all ranks print their stacks and go on. The output is also written to
+# what follows, and nothing else. The output is also written to
 # LOG_DIR/distributed_training/cluster_train_TIMESTAMP_JOB_PID_nodeRANK.log (link: latest_nodeRANK.log).
 #
 # Environment (CONDA_ENV, PYTHON and APPTAINER_IMAGE: see scripts/environment.sh; SHARE_GPU: see scripts/guard.py):

@@ -7,7 +7,6 @@ scripts/cluster_train.sh ends with this. SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and C
 to the ranks, once, as STOP_SIGNAL (TERM, USR1 or USR2 [TERM]): they save and exit, so torchrun
 exits without an error. STOP_FILE names the signal, for supervise.py. A second Ctrl-C kills them; a
 second SIGTERM does not, because Slurm sends it twice in quick succession.
-SIGQUIT makes the ranks print their stacks and go on.
 The output is also written to the file LOG. FAILURE_FILE (see report.py) says which rank was killed,
 and which host's torchrun has not come to the rendezvous within RANK_TIMEOUT. Without supervise.py,
 the reason is printed again at the end, below the 40 lines of torchrun.
@@ -34,7 +33,7 @@ from pathlib import Path
 import memory
 import node_check
 from hosts import addresses_of, hosts_of_job, peers_of
-from processes import STOPS, end_with_parent, for_each_stop, ranks_of_torchrun, variables_of
+from processes import STOPS, end_with_parent, for_each_stop, ranks_of_torchrun
 from report import (
     HOST,
     say,
@@ -50,7 +49,6 @@ GRACE_SECONDS = 10  # the first host knows who is missing, so it is the first to
 LOG_SECONDS = 5  # for the last lines on a slow terminal
 TEE_SECONDS = 1  # for torchrun's last lines
 SAME_ZONE = 900  # seconds: the clock of a container may show the time of another zone
-STACK_SECONDS = 0.3  # from one rank that prints its stacks to the next, whose lines would mix
 SUMMARY = re.compile(  # torchrun's, of the first rank to fail
     r"time +: (?P<time>\S+)\n.*\n +rank +: (?P<rank>\d+) .*\n +exitcode +: -(?P<signal>\d+) "
 )
@@ -109,7 +107,6 @@ class Torchrun:
             start_new_session=True,
             preexec_fn=before_torchrun,
         )
-        signal.signal(signal.SIGQUIT, self.on_quit)
         code = None
         while code is None:
             time.sleep(POLL_SECONDS)
@@ -122,13 +119,6 @@ class Torchrun:
             with suppress(ProcessLookupError):
                 os.killpg(rank, signal.SIGKILL)  # its own children, as of mp.spawn
         return code
-
-    def on_quit(self, number: int, _frame) -> None:
-        for rank in ranks_of_torchrun():
-            with suppress(OSError):  # it has just ended
-                write(f"the stacks of rank {variables_of(rank).get('RANK')} on {HOST}:\n")
-                send(number, [rank])
-                time.sleep(STACK_SECONDS)
 
     def on_stop(self, number: int, _frame) -> None:
         if self.stopped_by:
@@ -203,7 +193,7 @@ class Rendezvous:
 
 def before_torchrun() -> None:
     """In the child, before it becomes torchrun."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
 
@@ -235,7 +225,7 @@ def start_tee(log: str) -> subprocess.Popen:
 
 
 def ignore_signals() -> None:
-    for number in (*STOPS, signal.SIGQUIT):
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -16,8 +16,7 @@ prints.
 
 Ctrl-C, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the end of a Slurm job's time, DEADLINE or MAX_DURATION
 stop the training: each rank gets STOP_SIGNAL, and the file STOP_FILE is made. It has STOP_SECONDS
-to save and exit with code 0. A second Ctrl-C kills it. If COMMAND is a launcher of scripts/,
-SIGQUIT makes its ranks print their stacks.
+to save and exit with code 0. A second Ctrl-C kills it.
 
 supervise.py passes to the training, in the environment: STOP_FILE (if this file exists: save and
 exit), DEADLINE (seconds since 1970: the first of these limits), ATTEMPT (1, 2, ...), ATTEMPT_ID
@@ -228,17 +227,11 @@ class Supervisor:
         self.child = None  # the process of COMMAND
         self.requests = StopRequests()
         self.earlier = []  # attempts of this process
-        signal.signal(signal.SIGQUIT, self.forward)
 
         self.job_nodes = expand(os.environ.get("SLURM_JOB_NODELIST", ""))
         self.given = self.job_nodes  # all hosts that may be used
         self.excluded = expand(os.environ.get("EXCLUDED_NODES", ""))
         self.leave_out(())
-
-    def forward(self, number, _frame):
-        """A request for stacks, which would end other programs than our launchers."""
-        if self.child and self.passes_stop and not self.is_srun:
-            self.child.send_signal(number)
 
     def leave_out(self, suspects):
         """Choose the nodes of the next attempt. ValueError if too few are left."""

@@ -625,18 +625,6 @@ def supervisor(monkeypatch, tmp_path):
     return module, us
 
 
-@pytest.mark.parametrize(("name", "is_reached"), [("srun", False), ("python", True)])
-def test_sigquit_reaches_our_launchers_but_not_srun(tmp_path, start, name, is_reached):
-    """It would end the step of srun."""
-    told = "trap 'exit 3' QUIT; sleep 0.5; echo runs; sleep 3 & wait"  # known by then
-    program = write_program(tmp_path / name, told)
-    process = start(program, "scripts/cluster_train.sh", MAX_RESTARTS="0")
-    assert "runs" in process.stdout.readline()
-    process.send_signal(signal.SIGQUIT)
-    text, _ = process.communicate(timeout=60)
-    assert (process.returncode != 0) == ("exit code 3" in text) == is_reached, text
-
-
 def test_only_srun_is_told_the_nodes_and_the_master(supervisor, monkeypatch):
     """A launcher that uses ssh, inside an allocation, has hosts of its own."""
     module, _ = supervisor

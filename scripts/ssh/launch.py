@@ -6,7 +6,7 @@ Usage: scripts/ssh/launch.py [--pdsh] HOST [HOST ...] -- CONFIG [options of the 
 
 Called by launch_torchrun_auto.sh, launch_pdsh_multinode.sh and pbs_train.sh; see their --help. For
 each host, it starts ssh, which runs node.py there. In a PBS job, the hosts are those of the job,
-and it starts pbsdsh instead. SIGQUIT (Ctrl-\\) makes all ranks print their stacks and go on.
+and it starts pbsdsh instead.
 Exit code: that of the first node that failed (255: ssh); 2 user error; 130 after a second Ctrl-C.
 """
 
@@ -78,7 +78,6 @@ run
 
 
 def main():
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # until there are nodes
     words = sys.argv[1:]
     split = words.index("--")
     given = words[:split]
@@ -103,7 +102,6 @@ def main():
     write_event("hosts", f"training on {', '.join(hosts)}", given=given, used=hosts)
     signals = []
     for_each_stop(lambda number, _frame: signals.append(number))
-    signal.signal(signal.SIGQUIT, lambda number, _frame: signals.append(number))
     nodes = []
     for rank, host in enumerate(hosts):
         where = [config, str(len(hosts)), str(rank), master, port]
@@ -237,11 +235,9 @@ def run(nodes, way, signals):
         word = ""
         while signals:
             number = signals.pop(0)
-            if number == signal.SIGQUIT:
-                word += "quit\n"
-            elif not is_stopping:
+            if not is_stopping:
                 is_stopping = True
-                word += "stop\n"
+                word = "stop\n"
                 say("launch.py: stopping: all ranks save and exit; press Ctrl-C again to kill them")
             elif number == signal.SIGINT:
                 killed = True

@@ -3,10 +3,10 @@
 
 Usage: node.py [--files PATH]
 
-Standard input has one message per line. First the line of request(). Later `quit`: the command's
-ranks should print their stacks; `stop`: it should save and exit; or `end`: it has END_SECONDS to do
-so. End of input means that the launcher has exited. With --files, the messages are in the file
-PATH.words, which the launcher's end removes, and the exit code is written to PATH.code.
+Standard input has one message per line. First the line of request(). Later `stop`: the command
+should save and exit; or `end`: it has END_SECONDS to do so. End of input means that the launcher
+has exited. With --files, the messages are in the file PATH.words, which the launcher's end removes,
+and the exit code is written to PATH.code.
 When the command has exited, all processes that it left behind are killed: node.py adopts them. It
 is two processes: the one that runs the command has a session of its own, because a PBS job ends
 with SIGKILL to the session. If one of the two is killed, the other stops the command.
@@ -123,9 +123,6 @@ def serve(launcher, front):
         word = launcher.message()
         if os.getppid() != front:
             word = b"gone"
-        if word == b"quit\n":
-            command.send_signal(signal.SIGQUIT)
-            continue
         if (word or stops) and not is_stopping:  # once: a second SIGTERM may interrupt a save
             is_stopping = True
             command.terminate()
@@ -148,7 +145,6 @@ def main():
         return serve(launcher, front)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a scheduler may send them
         signal.signal(number, lambda _number, _frame: os.kill(keeper, signal.SIGTERM))
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher sends a word instead
     _, status = os.waitpid(keeper, 0)
     kill_descendants()  # those of a keeper that was killed
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 255  # as of a lost connection

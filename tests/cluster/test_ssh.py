@@ -239,18 +239,6 @@ def test_ranks_save_and_nothing_is_left_when_the_launcher_ends(
     assert code == (-signal.SIGKILL if way == "SIGKILL" else 0)
 
 
-def test_sigquit_makes_the_ranks_of_all_nodes_print_their_stacks(cluster, repo, slow_to_save):
-    launch = slow_to_save(GUARD="1", SAVE_SECONDS="1")
-    launch.send_signal(signal.SIGQUIT)
-    logs = [repo / f"logs/node_{host}.log" for host in TWO_NODES]
-    stack = 'slow_to_save.py", line'
-    wait_until(lambda: all(log.read_text().count(stack) == 2 for log in logs), launch)
-    assert "the stacks of rank 3 on node02:\n" in logs[1].read_text()
-    press_ctrl_c(launch)
-    end_of(launch)
-    assert launch.returncode == 0
-
-
 @pytest.mark.long
 def test_a_node_that_fails_while_others_save_does_not_stop_them(cluster, slow_to_save, tmp_path):
     launch = slow_to_save(FAILING="2 3", SAVE_SECONDS="2")
