@@ -11,9 +11,7 @@ record is a mean over the steps since the one before it: compare runs with the s
 --log-every-steps.
 
 Of two checkpoints, all tensors and all other values are compared, bit for bit, except for the
-options and what names the run and its code.
-
-First it prints which options differ, without those that name files.
+options and what names the run and its code. `diff A/config.yaml B/config.yaml` compares options.
 
 Exit code: 0 equal; 1 different; 2 user error.
 
@@ -23,16 +21,14 @@ Examples:
 """
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
-import yaml
 from plot_metrics import read_records
 
 # What the trainer records in metrics.jsonl that differs between equal runs.
 NOT_COMPARED = {"time", "samples_per_second", "data_wait", "seconds_left", "gpu_memory_gb"}
-NAMES = {"checkpoint_dir", "config", "resume"}  # options that say nothing about the training
+NAMES = {"config", "run_id", "code"}  # in a checkpoint: what led to it
 LONGEST = 200  # characters of a value to print
 
 
@@ -54,12 +50,9 @@ def fail(text: str) -> None:
 def compare(a: Path, b: Path) -> tuple[bool, str]:
     """(whether they are equal, the lines to print)"""
     read = read_checkpoint if a.suffix == ".pt" else read_run
-    our_options, ours = read(a)
-    their_options, theirs = read(b)
+    ours = read(a)
+    theirs = read(b)
     lines = []
-    for name in sorted((our_options.keys() & their_options.keys()) - NAMES):
-        if our_options[name] != their_options[name]:
-            lines.append(f"Option {name}: {our_options[name]} in A, {their_options[name]} in B")
     if read == read_run:  # one may be longer
         common = [name for name in ours if name in theirs]
         if not common:
@@ -76,12 +69,8 @@ def compare(a: Path, b: Path) -> tuple[bool, str]:
     return True, "\n".join([*lines, f"Equal: {len(ours)} values"])
 
 
-def read_run(path: Path) -> tuple[dict, dict[str, dict]]:
-    """(options, {kind and step: record}) of a run directory or a metrics.jsonl."""
-    directory = path if path.is_dir() else path.parent
-    options = {}
-    with suppress(OSError, yaml.YAMLError):
-        options = yaml.safe_load((directory / "config.yaml").read_text())
+def read_run(path: Path) -> dict[str, dict]:
+    """{kind and step: record} of a run directory or a metrics.jsonl."""
     try:
         found = read_records(path)
     except OSError as error:
@@ -92,19 +81,16 @@ def read_run(path: Path) -> tuple[dict, dict[str, dict]]:
     for (step, kind), record in found.items():
         fields = {name: record[name] for name in record if name not in NOT_COMPARED}
         records[f"{kind} record of step {step}"] = fields
-    return options, records
+    return records
 
 
-def read_checkpoint(path: Path) -> tuple[dict, dict]:
-    """(options, what it holds of the training), on the CPU."""
+def read_checkpoint(path: Path) -> dict:
+    """What it holds of the training, on the CPU."""
     try:
         content = torch.load(str(path), mmap=True, map_location="cpu", weights_only=True)
-        options = content.pop("config", {})
+        return {name: content[name] for name in content if name not in NAMES}
     except Exception as error:  # a file can be damaged in many ways
         fail(f"{path} is damaged or not a checkpoint ({type(error).__name__}: {error})")
-    for name in ("run_id", "code"):
-        content.pop(name, None)
-    return options, content
 
 
 def flatten(value, name: str = "") -> dict:

@@ -67,12 +67,11 @@ def draw(runs: list[Run], output: Path) -> None:
     names = dict.fromkeys(name for run in runs for name in run.metrics())
     if not names:
         raise ValueError("metrics.jsonl has no records yet")
-    loss_first = sorted(names, key=lambda name: name != "loss")
     columns = min(len(names), COLUMNS)
     rows = math.ceil(len(names) / columns)
     size = (5.5 * columns, 4.2 * rows)  # inches
     figure = pyplot.figure(figsize=size, layout="constrained")
-    for number, name in enumerate(loss_first, 1):
+    for number, name in enumerate(names, 1):
         draw_panel(figure.add_subplot(rows, columns, number), name, runs)
     figure.savefig(output, dpi=120)
 
@@ -81,7 +80,6 @@ def draw_panel(axes, name: str, runs: list[Run]) -> None:
     """The metric of all runs that have it."""
     for number, run in enumerate(runs):
         line = "--" if number % 2 else "-"  # where runs agree, both are seen
-        size = 4 if number % 2 else 7  # points
         color = f"C{number}"
         training = run.points(name, "train") or run.points(name)  # of steps, or of epochs
         if training:
@@ -91,8 +89,8 @@ def draw_panel(axes, name: str, runs: list[Run]) -> None:
             curve = run.points(f"{held_out}_{name}")
             if curve:
                 label = f"{run.name} {held_out}"
-                axes.plot(*zip(*curve), f"o{line}", ms=size, color=color, label=label)
-    axes.set_title(name.replace("_", " ").capitalize())
+                axes.plot(*zip(*curve), f"o{line}", ms=5, color=color, label=label)
+    axes.set_title(name)
     axes.set_xlabel("step")
     if name.endswith("loss") and axes.dataLim.ymin > 0:
         axes.set_yscale("log")
