@@ -72,13 +72,13 @@ def ended_by():
 
 
 def lost_nodes(program, nodes):
-    """Those of these nodes of the job that are down, or where srun cannot start the program.
+    """Those of these nodes that Slurm has lost, or where srun cannot start the program.
 
     One question for all. No answer in time says nothing about a node.
     """
     every = ",".join(nodes)
-    _, states = run("sinfo", "--noheader", "--Node", f"--nodes={every}", "--format=%N %t")
-    lost = [node for node in nodes if f"{node} down" in states]
+    left = expand(slurm_job().get("NodeList", ""))  # of a job with --no-kill
+    lost = [node for node in nodes if left and node not in left]
     if not lost:
         where = [f"--nodes={len(nodes)}", f"--nodelist={every}", "--ntasks-per-node=1"]
         test = 'command -v "$0" >/dev/null && echo "has it: $SLURMD_NODENAME"'

@@ -560,7 +560,8 @@ def test_one_question_finds_the_nodes_that_cannot_start_the_program(monkeypatch,
         write_program(tmp_path / "bin/srun", f"echo >>{tmp_path}/questions\n{text}")
         assert scheduler.lost_nodes("train", ["n1", "n2", "n3"]) == lost
     assert (tmp_path / "questions").read_text() == 3 * "\n"
-    write_program(tmp_path / "bin/sinfo", "echo n1 idle; echo n2 'down*'; echo n3 idle")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    write_program(tmp_path / "bin/scontrol", "echo JobState=RUNNING NodeList=n1,n3")
     assert scheduler.lost_nodes("train", ["n1", "n2", "n3"]) == ["n2"]
 
 
