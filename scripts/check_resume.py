@@ -17,12 +17,9 @@ of this one but checkpoints. A run that would write elsewhere is ended before it
 Exit code: 0 nothing differs; 1 something differs; 2 the script cannot be checked.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -38,8 +35,8 @@ from report import end_now
 
 GUARD = Path(__file__).resolve().with_name("guard.py")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-CHANGES = ("os.remove", "os.rename", "os.truncate", "shutil.rmtree")
-COMPARED = ("learning rates", "batch", "weights", "optimizer state", "saved ")  # facts of notes
+CHANGES = ("os.remove", "os.rename", "shutil.rmtree")
+COMPARED = ("learning_rate", "batch", "weights", "optimizer_state", "saved ")  # facts of notes
 
 
 # --------------------------------------------------------------------------------- in each rank
@@ -50,9 +47,7 @@ def start(notes: Path) -> None:
     protect_files(notes.parent)
     recorder = Rehearsal(notes)
     # A script that sets no seed gets the same in both runs, and another one when it resumes.
-    random.seed(recorder.attempt)
     torch.manual_seed(recorder.attempt)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -64,7 +59,6 @@ class Rehearsal(Recorder):
         super().on_main_step()
         last, stop, number = json.loads((self.directory / PLAN).read_text())
         if self.steps == last:
-            sys.stdout.flush()
             os._exit(0)
         if self.steps == stop:
             os.kill(os.getpid(), number)
@@ -72,11 +66,8 @@ class Rehearsal(Recorder):
     def on_save(self, _, value, *__, **___) -> None:
         super().on_save()
         if isinstance(value, dict):
-            entries = {f"saved {key}": self.fingerprint(each) for key, each in value.items()}
-            self.write("file", entries)
-
-    def note(self, **_) -> dict:
-        return super().note(with_state=True)
+            parts = value.items()
+            self.write("file", {f"saved {key}": self.fingerprint(each) for key, each in parts})
 
 
 def protect_files(place: Path) -> None:
@@ -86,13 +77,10 @@ def protect_files(place: Path) -> None:
 
     def refuse_outside(*values) -> None:
         for value in values:
-            if isinstance(value, (str, bytes, os.PathLike)):
+            with suppress(TypeError):  # it is no path
                 path = os.path.realpath(os.fsdecode(value))
                 if not path.startswith(changeable):
                     end_now(f"it would change {path}: name {{dir}} in COMMAND in its place")
-
-    def refuse_ranks(*_) -> None:
-        end_now("it starts ranks itself, which cannot be checked: start one rank")
 
     def audit(event: str, arguments: tuple) -> None:
         if event == "open" and arguments[2] & WRITES:
@@ -106,8 +94,8 @@ def protect_files(place: Path) -> None:
         import safetensors
 
         before(safetensors, "serialize_file", refuse_outside)
-    before(torch.multiprocessing, "spawn", refuse_ranks)
-    before(torch.multiprocessing, "start_processes", refuse_ranks)
+    own_ranks = "it starts ranks itself, which cannot be checked: start one rank"
+    before(torch.multiprocessing, "spawn", lambda *_: end_now(own_ranks))
 
 
 def before(owner, name: str, check) -> None:
@@ -135,78 +123,80 @@ def main() -> int:
         give_up(f"there is no program {args.command[0]!r}")
     adopt_orphans()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    place = Path(tempfile.mkdtemp(prefix="check_resume_")).resolve()
-    try:
-        return check(args, place)
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        kill_descendants()
-        shutil.rmtree(place)
+    with tempfile.TemporaryDirectory(prefix="check_resume_") as place:
+        try:
+            return check(args, Path(place).resolve())
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            kill_descendants()
 
 
 def check(args, place: Path) -> int:
     """Make the three runs, and compare them. Returns the exit code."""
     number = signal.SIGKILL if args.kill else signal.SIGTERM
     whole = launch(args.command, place / "whole", 1, [args.steps, None, number])
-    last = steps_of(whole)[-1]  # the script may end before
+    last = max(steps_of(whole))  # the script may end before
     stop = args.stop_at if args.stop_at < last else last // 2 + 1
     stopped = launch(args.command, place / "stopped", 1, [last, stop, number])
     if last in steps_of(stopped):
         give_up(f"it did not stop after step {stop}")
     resumed = launch(args.command, place / "stopped", 2, [last, None, number])
-    begin = steps_of(resumed)[0]
-    how = f"went on from step {begin} of {last}" if begin else "began again"
-    print(f"check_resume.py: stopped after step {stop}, {how}")
-    findings = [event["text"] for event in read(place / "events") if event["event"] == "resume"]
+    begin = min(steps_of(resumed))
+    findings = [event.text for event in read(place / "events") if event.event == "resume"]
     noise, difference = compare(whole, stopped, resumed)
     findings += difference
-    for text in findings:
-        print(f"check_resume.py: {text}")
+    texts = [f"stopped after step {stop}, went on from step {begin} of {last}", *findings]
     if noise:
         names = ", ".join(sorted(noise))
-        print(f"check_resume.py: not compared, as two runs without a stop differ: {names}")
+        texts.append(f"not compared, as two runs without a stop differ: {names}")
     if not findings:
-        print(f"check_resume.py: {'all else is ' if noise else ''}equal, bit for bit")
+        texts.append("all that was compared is equal, bit for bit")
+    for text in texts:
+        print(f"check_resume.py: {text}")
     return 1 if findings else 2 if noise and not begin else 0
 
 
-def launch(command: list[str], place: Path, attempt: int, plan: list) -> list[dict]:
-    """Run it in the directory `place`. Returns {(event, step): note} of each rank."""
+def launch(command: list[str], place: Path, attempt: int, plan: list) -> dict:
+    """Run it in the directory `place`. Returns {(step, rank, event): note}."""
     notes = place.with_suffix(".notes")
-    checkpoints = place.with_suffix(".dir")
+    checkpoints = place / "{dir}"
     if attempt == 1:
-        for each in (place, notes, checkpoints):
-            each.mkdir()
+        checkpoints.mkdir(parents=True)
+        notes.mkdir()
         for path in Path.cwd().iterdir():
             if path.suffix not in (".pt", ".pth", ".ckpt"):
                 (place / path.name).symlink_to(path)
     (notes / PLAN).write_text(json.dumps(plan))
-    env = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-    files = {"CHECK_RESUME": notes, "TMPDIR": place.parent, "EVENTS_FILE": place.parent / "events"}
-    env.update({name: str(path) for name, path in files.items()})
+    env = {
+        **os.environ,
+        "CHECK_RESUME": str(notes),
+        "EVENTS_FILE": str(place.parent / "events"),
+        "TMPDIR": str(place.parent),
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     words = [word.replace("{dir}", str(checkpoints)) for word in with_guard(command)]
     log = place.with_suffix(".log")
     with log.open("w") as output:
-        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "env": env}
-        code = subprocess.call(words, cwd=place, start_new_session=True, **options)
+        streams = {"stdout": output, "stderr": output}
+        code = subprocess.call(words, cwd=place, env=env, stdin=subprocess.DEVNULL, **streams)
     kill_descendants()
-    files = sorted(notes.glob("*.jsonl"), key=lambda file: int(file.name.split(".")[0]))
-    ranks = []
-    for file in files:
-        notes = [note for note in read(file) if note["attempt"] == attempt]
-        ranks.append({(note["event"], note["step"]): note for note in notes})
+    found = {}
+    for file in notes.glob("*.jsonl"):
+        for note in read(file):
+            if note.attempt == attempt:
+                found[note.step, note.rank, note.event] = vars(note)
     last, stop, _ = plan
-    steps = steps_of(ranks)
-    if not steps or (code and not stop and last not in steps):
-        print("".join(log.read_text().splitlines(True)[-20:]))
+    if not steps_of(found) or (code and not stop and last not in steps_of(found)):
+        print(*log.read_text().splitlines()[-20:], sep="\n")
         give_up("COMMAND failed, or made no step of an optimizer that guard.py sees")
-    return ranks
+    return found
 
 
-def steps_of(ranks: list[dict]) -> list[int]:
-    return [step for notes in ranks[:1] for event, step in notes if event == "step"]
+def steps_of(notes: dict) -> set[int]:
+    return {step for step, _, event in notes if event == "step"}
 
 
 def give_up(text: str) -> None:
@@ -217,38 +207,34 @@ def give_up(text: str) -> None:
 def with_guard(command: list[str]) -> list[str]:
     """COMMAND with guard.py before the script; launchers of scripts/ add it themselves."""
     for number, word in enumerate(command):
+        if word.endswith("guard.py"):
+            return command
         if word.endswith(".py"):
-            guard = [] if word.endswith("guard.py") else [str(GUARD)]
-            return [*command[:number], *guard, *command[number:]]
+            return [*command[:number], str(GUARD), *command[number:]]
     return command
 
 
 # ----------------------------------------------------------------------------------- comparison
 
 
-def compare(whole: list, stopped: list, resumed: list) -> tuple[set, list[str]]:
-    """Each: the notes of all ranks. Returns what differs before the stop; and a sentence about the
-    first step at which anything else does.
+def compare(whole: dict, stopped: dict, resumed: dict) -> tuple:
+    """Returns what differs before the stop; and a sentence about the first step at which anything
+    else does.
     """
     noise = set()
-    for rights, notes in zip(whole, stopped):
-        for key, note in notes.items():
-            noise |= names_that_differ(note, rights.get(key, note))
-    found = []
-    for rank, (rights, notes) in enumerate(zip(whole, resumed)):
-        for key, note in notes.items():
-            names = names_that_differ(note, rights.get(key, note)) - noise
-            if names:
-                found.append((note["step"], rank, ", ".join(sorted(names))))
-    if not found:
-        return noise, []
-    step, rank, names = min(found)
-    return noise, [f"rank {rank} differs after step {step}: {names}"]
+    for key, note in stopped.items():
+        noise |= names_that_differ(note, whole.get(key, note))
+    for key, note in sorted(resumed.items()):
+        names = names_that_differ(note, whole.get(key, note)) - noise
+        if names:
+            step, rank, _ = key
+            return noise, [f"rank {rank} differs after step {step}: {', '.join(sorted(names))}"]
+    return noise, []
 
 
 def names_that_differ(note: dict, right: dict) -> set[str]:
-    names = [name for name in note if name.startswith(COMPARED)]
-    return {name for name in names if right.get(name) != note[name]}
+    names = {name for name in note if right.get(name) != note[name]}
+    return {name for name in names if name.startswith(COMPARED)}
 
 
 if __name__ == "__main__":
