@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from check_resume_notes import judge_run, judge_samples, judge_start
-from harness import REPO, processes_with, wait_until
+from check_resume import compare
+from check_resume_notes import PLAN, judge_batches, judge_rates, judge_samples, judge_start
+from harness import NO_LAUNCHER, REPO, processes_with, run_ranks, wait_until
 
 # A healthy script; each test replaces some lines. It saves after each ten steps, within a pass.
 SCRIPT = """
@@ -52,6 +54,7 @@ while step < 60:
 """
 LOAD = "for name in parts:"
 CRASH = 'if step == 24 and os.environ["ATTEMPT"] == "1":\n            os._exit(1)'
+STATE = "optimizer_state"  # a fact of a note
 BEGIN_AGAIN = ("order[done * 16 :]", "order")
 
 
@@ -64,17 +67,20 @@ def write_script(path: Path, *lines: tuple[str, str]) -> Path:
     return path
 
 
-def run_attempts(tmp_path: Path, script: Path, **more: str) -> list[dict]:
+def run(tmp_path: Path, script: Path, attempt: str):
+    env = {"CHECK_RESUME": tmp_path / "notes", "EVENTS_FILE": tmp_path / "events"}
+    env = {**NO_LAUNCHER, **env, "ATTEMPT": attempt}
+    return run_ranks(1, REPO / "scripts/guard.py", script, tmp_path, env=lambda _: env)
+
+
+def run_attempts(tmp_path: Path, script: Path) -> list[dict]:
     """A crash at step 24, and an attempt after it. Returns the events of kind `resume`."""
-    env = {"CHECK_RESUME": str(tmp_path / "notes"), "EVENTS_FILE": str(tmp_path / "events")}
-    command = [sys.executable, REPO / "scripts/guard.py", script, tmp_path]
     for attempt in ("1", "2"):
-        env = {**os.environ, **env, **more, "ATTEMPT": attempt}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == (attempt == "1"), done.stderr
+        done = run(tmp_path, script, attempt)
+        assert done.codes == [attempt == "1"], done.err
     events = tmp_path / "events"
     lines = events.read_text().splitlines() if events.exists() else []
-    assert done.stderr.count("WARNING") == len(lines)
+    assert done.err[0].count("WARNING") == len(lines)
     return [json.loads(line) for line in lines]
 
 
@@ -100,9 +106,33 @@ def test_data_that_begin_again_are_reported(tmp_path):
     script = write_script(tmp_path / "train.py", BEGIN_AGAIN, ("# END OF A STEP", CRASH))
     texts = [event["text"] for event in run_attempts(tmp_path, script)]
     assert "the batch of step 21 is that of step 1" in texts[0]
+
+
+@pytest.mark.long
+def test_the_active_form_names_the_first_step_that_differs(tmp_path):
     done = check(tmp_path, write_script(tmp_path / "train.py", BEGIN_AGAIN))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "rank 0 differs after step 20: batch" in done.stdout
+
+
+def notes_of(**facts) -> dict:
+    return {(step, 0, "step"): {"attempt": 1, "batch": 0, **facts} for step in (20, 21)}
+
+
+@pytest.mark.parametrize(
+    "stopped, resumed, noise, differs",
+    [
+        ({}, {"attempt": 2}, set(), False),
+        ({}, {"batch": 1}, set(), True),
+        ({"batch": 5}, {"batch": 1}, {"batch"}, False),  # also without a stop
+        ({"batch": 5}, {"batch": 1, "weights": 1}, {"batch"}, True),
+    ],
+)
+def test_runs_are_compared(stopped, resumed, noise, differs):
+    found, texts = compare(notes_of(), notes_of(**stopped), notes_of(**resumed))
+    assert found == noise
+    assert bool(texts) == differs
+    assert all("after step 20" in text for text in texts)
 
 
 @pytest.mark.long
@@ -113,26 +143,30 @@ def test_an_average_that_is_not_restored_is_found_in_a_saved_file(tmp_path):
     assert "rank 0 differs after step 30: saved average" in done.stdout
 
 
-def note(event: str, step: int, **facts) -> dict:
+def note(event: str, step: int, **facts) -> SimpleNamespace:
     """Of a run in which each fact differs from step to step, and passes of 10 steps are shuffled.
 
-    facts: those that differ from this.
+    facts: those that differ from this. The learning rate is set before a save for the step after.
     """
     right = {"event": event, "attempt": 1, "step": step, "number": step % 10 + 1, "batch": step}
-    right.update(seed=7, loads=0, entries=4 if step else 0)
-    right["learning rates"] = [1 - step / 100]
-    if event == "save" or not step:
-        right.update({"weights": step, "optimizer state": step, "pairs": step})
-    return {**right, **facts}
+    right.update(seed=7, loads=0, entries=4 if step else 0, learning_rate=rate_of(step))
+    if event == "save":
+        right["last_rate"] = rate_of(step - 1)
+    if event == "save" or step in (0, 10):
+        right.update({"weights": step, STATE: step, "pairs": step})
+    return SimpleNamespace(**{**right, **facts})
 
 
-def steps(*numbers: int, **facts) -> list[dict]:
+def rate_of(step: int) -> float:
+    return 1 - step**2 / 10000
+
+
+def steps(*numbers: int, **facts) -> list[SimpleNamespace]:
     return [note("step", number, **facts) for number in numbers]
 
 
 CRASHED = [*steps(0, 1, 2), note("save", 10), *steps(10, 11, 12), note("save", 20), *steps(20, 21)]
 STOPPED = CRASHED[:-2]  # right after the save
-STATE = "optimizer state"
 LOADED = steps(0, 1, 2, loads=1)  # weights of another run
 
 # {what: (notes of the attempt before, what is other in the first step after a start, a pattern)}
@@ -161,7 +195,7 @@ def test_verdicts_on_the_state(name):
         assert re.search(pattern, *texts)
     else:
         assert texts == []
-        assert begin["step"] in (first["weights"], 20)
+        assert begin.step in (first.weights, 20)
 
 
 def test_another_rank_with_the_random_state_of_rank_0_is_reported():
@@ -173,15 +207,28 @@ def test_another_rank_with_the_random_state_of_rank_0_is_reported():
     assert judge_start(steps(0, 1, 2), rank_0, note("step", 20, **right))[1] == []  # all have one
 
 
-def other_batches(*batches: int) -> list[dict]:
+def other_batches(*batches: int) -> list[SimpleNamespace]:
     return [note("step", step, batch=batch) for step, batch in zip((20, 21, 22), batches)]
 
 
-def other_rates(*rates: float) -> list[dict]:
-    return [note("step", step, **{"learning rates": [rate]}) for step, rate in enumerate(rates, 20)]
+def other_rates(*rates: float) -> list[SimpleNamespace]:
+    return [note("step", step, learning_rate=rate) for step, rate in enumerate(rates, 20)]
 
 
-SAME_ORDER = [{**each, "batch": each["step"] % 10} for each in STOPPED]
+def changed(notes: list, **facts) -> list[SimpleNamespace]:
+    """facts: functions of the step."""
+    return [
+        SimpleNamespace(**{**vars(each), **{name: f(each.step) for name, f in facts.items()}})
+        for each in notes
+    ]
+
+
+SAME_ORDER = changed(STOPPED, batch=lambda step: step % 10)
+SAME_BATCH = changed(CRASHED, batch=lambda step: 5)
+CONSTANT = changed(STOPPED, learning_rate=lambda step: 1, last_rate=lambda step: 1)
+EXPONENTIAL = changed(STOPPED, learning_rate=lambda step: 0.9**step)
+LATE = changed(STOPPED, last_rate=rate_of)  # a schedule that steps after a save
+AGAIN = [rate_of(20) * rate_of(step) for step in range(3)]
 
 # {what: (notes before, the first steps after the start, a pattern)}
 RUNS = {
@@ -192,19 +239,28 @@ RUNS = {
     "a batch again": (CRASHED, other_batches(11, 12, 13), "step 21 .* of step 12$"),
     "the first order, after a stop": (STOPPED, other_batches(0, 1, 2), "step 21 .* of step 1$"),
     "always the same order": (SAME_ORDER, other_batches(0, 1, 2), None),
-    "always the same batch": ([{**each, "batch": 5} for each in CRASHED], steps(20, 21, 22), None),
-    "the first rate": (CRASHED, other_rates(1, 0.99, 0.98), "step 21 is 1, not 0.8"),
-    "the first rate, after a stop": (STOPPED, other_rates(1, 0.99, 0.98), "step 21 is 1, not 0.8"),
-    "a rate ahead": (CRASHED, other_rates(0.79, 0.78, 0.77), "step 21 is 0.79, not 0.8"),
-    "the second rate": (CRASHED, other_rates(0.8, 0.8, 0.78), "step 22 is 0.8, not 0.79"),
-    "a schedule that steps after a save": (STOPPED, other_rates(0.79, 0.78, 0.77), None),
+    "always the same batch": (SAME_BATCH, changed(steps(20, 21, 22), batch=lambda _: 5), None),
+    "the first rate": (CRASHED, other_rates(1, 0.99, 0.98), "step 21 is 1, not 0.96"),
+    "the first rate, after a stop": (LATE, other_rates(1, 0.99, 0.98), "step 21 is 1, not 0.96"),
+    "a rate ahead": (CRASHED, other_rates(*map(rate_of, (21, 22, 23))), "21 is 0.9559, not 0.96"),
+    "a rate ahead, after a stop": (STOPPED, other_rates(0.95, 0.94, 0.93), "21 is 0.95, not 0.96"),
+    "the second rate": (CRASHED, other_rates(0.96, 0.96, 0.95), "step 22 is 0.96, not 0.9559"),
+    "a schedule begins again": (STOPPED, other_rates(*AGAIN), "after step 21 as after step 1"),
+    "it begins again, set later": (STOPPED, other_rates(0.96, rate_of(1), rate_of(2)), "after"),
+    "a schedule that steps after a save": (LATE, other_rates(0.95, 0.94, 0.93), None),
+    "a cycle begins again": (CONSTANT, other_rates(*map(rate_of, range(3))), None),
+    "a constant rate": (CONSTANT, other_rates(1, 1, 1), None),
+    "an exponential rate": (EXPONENTIAL, other_rates(*(0.9**step for step in (20, 21, 22))), None),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_verdicts_on_rates_and_batches(name):
     past, firsts, pattern = RUNS[name]
-    texts = list(judge_run(past, note("save", 20), firsts))
+    notes = [each for each in past if each.event == "step"]
+    (save,) = [each for each in past if each.event == "save" and each.step == 20]
+    more = [notes, {each.step: each for each in notes}, save, firsts]
+    texts = [*judge_rates(*more), *judge_batches(*more)]
     assert re.search(pattern, *texts) if pattern else texts == []
 
 
@@ -230,21 +286,22 @@ SAVES = {
 }
 
 
-def quick_only(name: str, quick: str):
-    return name if name == quick else pytest.param(name, marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize("name", [quick_only(name, "torch.save") for name in SAVES])
+@pytest.mark.parametrize("name", SAVES)
 def test_files_elsewhere_are_not_changed(name, tmp_path):
+    """A rank of check_resume.py."""
     if name == "safetensors":
         pytest.importorskip("safetensors", reason="NOT INSTALLED")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real/real.pt").write_text("a checkpoint")
-    lines = f"place = {str(tmp_path / 'real')!r}; {SAVES[name]}"
-    done = check(tmp_path, write_script(tmp_path / "train.py", ("# END OF A STEP", lines)))
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert f"it would change {tmp_path}/real/" in done.stdout
-    assert [path.name for path in (tmp_path / "real").iterdir()] == ["real.pt"]
+    real, place = tmp_path / "real", tmp_path / "place"
+    for each in (real, place / "notes"):
+        each.mkdir(parents=True)
+    (place / "notes" / PLAN).write_text("[40, null, 15]")
+    (real / "real.pt").write_text("a checkpoint")
+    lines = f"place = {str(real)!r}; {SAVES[name]}"
+    script = write_script(tmp_path / "train.py", ("# END OF A STEP", lines))
+    done = run(place, script, "1")
+    assert done.codes == [2], done.err
+    assert f"it would change {real}/" in done.err[0]
+    assert [path.name for path in real.iterdir()] == ["real.pt"]
 
 
 def test_ctrl_c_leaves_no_process_and_no_file(tmp_path, monkeypatch):
