@@ -66,8 +66,9 @@ class Rehearsal(Recorder):
     def on_save(self, _, value, *__, **___) -> None:
         super().on_save()
         if isinstance(value, dict):
-            parts = value.items()
-            self.write("file", {f"saved {key}": self.fingerprint(each) for key, each in parts})
+            self.write(
+                "file", {f"saved {key}": self.fingerprint(each) for key, each in value.items()}
+            )
 
 
 def protect_files(place: Path) -> None:
@@ -195,7 +196,7 @@ def launch(command: list[str], place: Path, attempt: int, plan: list) -> dict:
     return found
 
 
-def steps_of(notes: dict) -> set[int]:
+def steps_of(notes: dict) -> set:
     return {step for step, _, event in notes if event == "step"}
 
 
@@ -204,7 +205,7 @@ def give_up(text: str) -> None:
     sys.exit(2)
 
 
-def with_guard(command: list[str]) -> list[str]:
+def with_guard(command: list) -> list:
     """COMMAND with guard.py before the script; launchers of scripts/ add it themselves."""
     for number, word in enumerate(command):
         if word.endswith("guard.py"):
@@ -217,7 +218,7 @@ def with_guard(command: list[str]) -> list[str]:
 # ----------------------------------------------------------------------------------- comparison
 
 
-def compare(whole: dict, stopped: dict, resumed: dict) -> tuple:
+def compare(whole: dict, stopped: dict, resumed: dict):
     """Returns what differs before the stop; and a sentence about the first step at which anything
     else does.
     """

@@ -98,8 +98,6 @@ class Recorder:
         tensor = max(tensors, key=torch.numel)
         rows = checksums(tensor.reshape(len(tensor), -1)[:ROWS], ROWS)
         number = iterator._num_yielded
-        if number == 1:  # persistent workers keep their iterator
-            iterator.used_rows = []
         used = vars(iterator).setdefault("used_rows", [])
         used += rows[: PASS_ROWS - len(used)]
         length = 0  # of the pass, or it is unknown
@@ -131,6 +129,8 @@ class Recorder:
             self.steps += 1
 
     def on_main_step(self) -> None:
+        if self.reading.number < self.training.number:  # the pass before need not be over
+            self.reading.used.extend(self.training.used)
         self.training = self.reading
         self.rate = self.main().param_groups[0]["lr"]
         if len(self.firsts) < STEPS:
@@ -206,7 +206,7 @@ class Recorder:
 # ------------------------------------------------------------------------------------ judgements
 
 
-def judge_start(own: Notes, rank_0: Notes, first: Record) -> tuple:
+def judge_start(own: Notes, rank_0: Notes, first: Record):
     """Compare the note of the first step with those of this rank, and of the saves of rank 0.
 
     Returns the note from which this attempt goes on, and what is wrong.

@@ -311,7 +311,7 @@ def test_ctrl_c_leaves_no_process_and_no_file(tmp_path, monkeypatch):
     command = [sys.executable, REPO / "scripts/check_resume.py", "--"]
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     child = subprocess.Popen([*command, sys.executable, script, "{dir}"], env=env, cwd=tmp_path)
-    wait_until(lambda: list(tmp_path.glob("check_resume_*/*/begun")), "no step")
+    wait_until(lambda: list(tmp_path.glob("check_resume_*/*/*/begun")), "no step")
     child.send_signal(signal.SIGINT)
     assert child.wait(60) == 130
     assert processes_with("MARK", tmp_path) == {}
