@@ -130,13 +130,13 @@ def own_rank():
 
 
 def seconds(name, default):
-    """The value of an environment variable in seconds, at most three years."""
+    """The value of an environment variable in seconds, also since 1970."""
     text = os.environ.get(name)
     if not text:
         return default
     with suppress(ValueError):
         value = float(text)
-        if 0 <= value <= 1e8:  # false for nan
+        if 0 <= value <= 4e9:  # false for nan; PyTorch counts nanoseconds in 64 bits
             return value
     fail(f"{name} is {text!r}, not a number of seconds")
 

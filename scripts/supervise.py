@@ -88,10 +88,11 @@ from processes import (
     kill_descendants,
     ranks_of_torchrun,
 )
-from report import stop_signal, stopped_exit_code
+from report import seconds, stop_signal, stopped_exit_code, whole_number
 from scheduler import ended_by, log, lost_nodes, requeue, run, slurm_id, times_of_job
 
 NEVER = float("inf")
+MANY = 10**9
 PROGRESS_SECONDS = 600  # a script without a status made progress if it ran this long
 USER_ERRORS = ("configuration", "NaN")
 
@@ -148,18 +149,6 @@ def main():
     return supervisor.keep_alive()
 
 
-def number(name, default):
-    """The value of an environment variable, from 0 on. Raises ValueError with its name."""
-    text = os.environ.get(name)
-    if not text:
-        return default
-    with suppress(ValueError):
-        value = float(text)
-        if value >= 0:  # nan is not
-            return value
-    raise ValueError(f"{name} is {text!r}, not a number from 0 on: correct or unset it")
-
-
 # ---------------------------------------------------------------------------- requests to stop
 
 
@@ -171,14 +160,14 @@ class StopRequests:
         self.obeyed_at = None  # when the training was asked to stop
         self.pressed_again = False  # Ctrl-C
         self.began = time.time()
-        self.save_seconds = number("STOP_SECONDS", 300)
+        self.save_seconds = seconds("STOP_SECONDS", 300)
         for_each_stop(self.on_signal)  # before Slurm is asked, which may take a minute
         submitted, end = times_of_job()
         self.submitted = min(submitted, self.began)
         self.ends = {  # the limits, in seconds since 1970
-            END: min(end, number("SLURM_JOB_END_TIME", NEVER)),
-            "DEADLINE": number("DEADLINE", NEVER),
-            "MAX_DURATION": self.began + number("MAX_DURATION", NEVER),
+            END: min(end, seconds("SLURM_JOB_END_TIME", NEVER)),
+            "DEADLINE": seconds("DEADLINE", NEVER),
+            "MAX_DURATION": self.began + seconds("MAX_DURATION", NEVER),
         }
 
     def on_signal(self, number, _frame):
@@ -217,9 +206,9 @@ class Supervisor:
         self.passes_stop = self.is_srun or is_ours(command)
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         self.job = job or f"{HOST}-{os.getpid()}"
-        self.restarts = int(number("SLURM_RESTART_COUNT", 0))
-        self.max_restarts = number("MAX_RESTARTS", 10)
-        self.restart_pause = number("RESTART_PAUSE", 10)
+        self.restarts = whole_number(os.environ, "SLURM_RESTART_COUNT", 0, MANY, "0")
+        self.max_restarts = whole_number(os.environ, "MAX_RESTARTS", 0, MANY, "10")
+        self.restart_pause = seconds("RESTART_PAUSE", 10)
         logs = Path(os.environ.get("LOG_DIR") or REPOSITORY / "logs")  # all nodes see it
         self.directory = (logs / f"supervise_{self.job}").resolve()
         self.files = None  # the directory of FILES
