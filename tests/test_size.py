@@ -1,7 +1,6 @@
 """The budgets. To raise one is a commit that says what for.
 
-Four of them are above their aims. They stand at what is there now, so that it only shrinks. The
-aims: 26,500 tokens in the launch path, 31,500 in all scripts, 12,000 lines of tests, 37 variables.
+The lines of tests are above their aim of 12,000: they stand at what is there now.
 
 Python is counted in tokens without comments and docstrings: neither packing nor spreading changes
 them. Code that moves into strings, shell, data files or benchmarks counts, too.
@@ -101,11 +100,11 @@ def test_the_file_to_copy_is_small():
 
 
 def test_the_scripts_are_small():
-    """The launch path; and all of them, with the check of a resume."""
+    """The launch path, of which 1,000 say what an error means; and all, with check_resume."""
     scripts = files("scripts/*.py")
     launch_path = [path for path in scripts if not path.name.startswith("check_resume")]
-    assert tokens(launch_path) <= 31_220
-    assert tokens(scripts) <= 35_650
+    assert tokens(launch_path) <= 27_500
+    assert tokens(scripts) <= 31_500
 
 
 def test_the_pages_are_short():
@@ -113,7 +112,7 @@ def test_the_pages_are_short():
 
 
 def test_the_tests_are_short():
-    assert sum(len(path.read_text().splitlines()) for path in files("tests/*.py")) <= 14_120
+    assert sum(len(path.read_text().splitlines()) for path in files("tests/*.py")) <= 12_450
 
 
 def own_variables() -> set[str]:
@@ -150,7 +149,7 @@ def keys_of(node: ast.AST) -> list:
 
 def test_there_are_few_variables_of_our_own():
     names = own_variables()
-    assert len(names) <= 40, sorted(names)
+    assert len(names) <= 37, sorted(names)
 
 
 def test_each_variable_of_our_own_is_documented():
