@@ -538,6 +538,8 @@ def cause_and_reason(error: BaseException) -> tuple[str, str]:
     as an attribute of that error.
     """
     if isinstance(error, SystemExit):
+        if isinstance(error.code, str):  # the script's own words, such as of a lock: of no host
+            return "exit", error.code
         default = "configuration" if error.code == 2 else "exception"
         root = error.__cause__ or f"exit code {error.code}"
         return getattr(root, "cause", default), str(root)

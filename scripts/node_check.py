@@ -185,7 +185,7 @@ def attempt(check, *arguments) -> list[Finding]:
 
 def first_line(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}".split("\n")[0]
-    return text[:200].rstrip(": ")
+    return text[:200]
 
 
 # ---- software, GPUs

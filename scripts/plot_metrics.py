@@ -73,7 +73,7 @@ def draw(runs: list[Run], output: Path) -> None:
     figure = pyplot.figure(figsize=size, layout="constrained")
     for number, name in enumerate(names, 1):
         draw_panel(figure.add_subplot(rows, columns, number), name, runs)
-    figure.savefig(output, dpi=120)
+    figure.savefig(output)
 
 
 def draw_panel(axes, name: str, runs: list[Run]) -> None:
@@ -94,7 +94,6 @@ def draw_panel(axes, name: str, runs: list[Run]) -> None:
     axes.set_xlabel("step")
     if name.endswith("loss") and axes.dataLim.ymin > 0:
         axes.set_yscale("log")
-    axes.grid(alpha=0.3)
     axes.legend()
 
 

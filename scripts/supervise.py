@@ -31,7 +31,7 @@ start_step, end_step, saved_step, recomputed, hosts, world_size, progress (step,
 cause, reason, next (the action that followed), code (the commit), events (those of EVENTS_FILE,
 such as equal batches), and what policy.py has decided from (its Attempt).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
-hang, NaN, weights differ, disk, configuration, port, exception.
+hang, NaN, weights differ, disk, configuration, port, exit (with a text), exception.
 ON_EVENT, a shell command, is run after each attempt, once it is known what follows. It finds the
 line of the attempt log on its standard input, with run_dir. It may take 10 s. The training does not
 see ON_EVENT.

@@ -874,6 +874,7 @@ def test_an_error_has_a_cause_and_a_reason(error, cause, reason):
     [
         ("e = ValueError('lower it'); e.cause = 'NaN'; raise SystemExit(2) from e", "NaN"),
         ("raise SystemExit(2) from ModuleNotFoundError('lower it')", "configuration"),
+        ("raise SystemExit('lower it')", "exit"),
         ("raise SystemExit(0)", None),
     ],
 )

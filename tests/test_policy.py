@@ -62,7 +62,7 @@ KILLED = at(code=-9)
 OOPS = failed("exception", "n2", rank=1)
 BAD = failed("configuration", "n2", rank=None, reason="n2: no torch")
 HANG = failed("hang", "n2")
-USED = failed("in use")
+USED = failed("exit")
 PREEMPTED = stopped("SIGTERM", said="SIGTERM")
 TIME_UP = stopped(END, said=END)
 DEAD = at(code=-6, defective=("n2",))
@@ -158,7 +158,7 @@ HISTORIES = [
     ("a pipe hides the code", job(), [at(code=0, state="running")], "restart", "status is running"),
     ("it says that it failed", job(), [at(code=0, state="failed")], "restart", "status is failed"),
     ("a lost node's lock", job("n1 n2", 1), [lost("n1"), USED], "2 restart", "Restart 2 in 30 s"),
-    ("a lock after a requeue", slurm(), [OOPS, PREEMPTED, *every(USED, 1)], "restart, requeue, restart", "in use"),
+    ("a lock after a requeue", slurm(), [OOPS, PREEMPTED, *every(USED, 1)], "restart, requeue, restart", "exit"),
     ("a report that cannot be read", SPARE, [failed("killed")] * 3, "3 restart", "killed: rank 0 on n1"),
     # -------------------------------------------------------------- nodes
     ("a crash of a host, twice", SPARE, [OOPS] * 2, TWICE, "exception: rank 1 on n2: it is. Restart 2 in 10 s, without n2"),
@@ -237,7 +237,7 @@ CAUSES = [
     "disk",
     "port",
     "NaN",
-    "in use",
+    "exit",
     "hang",
     "node lost",
     "configuration",
