@@ -58,7 +58,7 @@ split_config() {
     config="$1"
     arguments=("${@:2}")
   fi
-  [[ -z "$config" || -f "$config" ]] || fail "there is no config $config in $PWD"
+  [[ -z "$config" || -f "$config" || "$config" == *%a* ]] || fail "there is no config $config in $PWD"
 }
 
 # add_option OPTION VALUE: puts it before `arguments`, if the user has given the value, and the script takes it.
