@@ -124,7 +124,7 @@ def report(self, sums):
 """
     before = FAILS_ONCE + small(worse)["before"]
     run = launch(tmp_path / "run", 1, *QUICK, "--epochs=2", before=before)
-    assert run.codes == [0] and "cannot keep the best checkpoint" in run.err[0]
+    assert run.codes == [0] and "cannot keep the best checkpoint" in run.out[0]
     assert run.checkpoint("best")["step"] == 12
 
 
@@ -143,7 +143,7 @@ def data(self, cfg):
     return train_set, test_set
 """
     run = launch(tmp_path / "run", 2, *QUICK, **small(fewer))
-    assert run.codes[0] == 2 and "rank 1 " in run.err[0] and "[40, 16]" in run.err[0]
+    assert run.codes[0] == 2 and "rank 1 " in run.err[0] and "[40, 16" in run.err[0]
 
 
 FAILS = "import {0}\ndef fails(*_): raise OSError(38, 'Not implemented')\n{0}.{1} = fails\n"
@@ -166,7 +166,7 @@ def test_training_works_in_surroundings_that_are_odd(tmp_path, found):
     options = [*QUICK, "--epochs=20", "--log-every-steps=1"]
     run = train(tmp_path / "run", 1, *options, before=code + small()["before"])
     assert run.status()["state"] == "finished" and run.checkpoint("best")["step"] > 0
-    assert warning in run.err[0] if warning else run.err == [""]
+    assert warning in run.out[0] and run.err == [""]
 
 
 def test_pictures_are_read_as_a_viewer_shows_them(tmp_path):
