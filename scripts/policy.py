@@ -122,13 +122,13 @@ TABLE = {
         "reports a failed GPU",
         "restart",
         ("leave out", "requeue", "restart"),
-        "after 5 attempts in a row without progress, and 3 starts of the job",
+        "after 5 attempts in a row without progress in each of 3 starts",
     ),
     "a crash": Row(
         "any other end. The host of the first rank to fail may be bad",
         "restart",
         ("leave out", "restart", "requeue"),
-        "after 5 attempts in a row without progress, and 3 starts of the job",
+        "after 5 attempts in a row without progress in each of 3 starts",
     ),
 }
 
