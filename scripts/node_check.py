@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import report
-from report import HOST, LOOPBACK
+from report import HOST, LOOPBACK, PROGRAM
 
-PROGRAM = Path(sys.argv[0]).name  # or doctor.py, guard.py, which import this file
 INSTALL = "pip install -r requirements.txt, or see scripts/site.sh"
 ADDRESS_REMEDY = (
     "set MASTER_ADDR to an address of node rank 0 that all nodes can reach "

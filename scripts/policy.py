@@ -69,7 +69,7 @@ class Attempt(NamedTuple):
 class Limits(NamedTuple):
     hosts: list  # of the allocation, without EXCLUDED_NODES
     spares: int = 0  # how many of them can be left out
-    max_restarts: float = 10
+    max_restarts: int = 10
     restart_pause: float = 10
     can_requeue: bool = False
 
@@ -234,7 +234,7 @@ def obstacles(past, asked, limits, crashes):
         why["restart"] = f"{crashes} attempts without progress"
     failures = idle(past, PROVEN).count(past[-1].restarts)
     if not asked and (failures > limits.max_restarts or limits.max_restarts == 0):
-        reached = f"MAX_RESTARTS={limits.max_restarts:g} is reached"
+        reached = f"MAX_RESTARTS={limits.max_restarts} is reached"
         why = dict.fromkeys((*AGAIN, "requeue"), reached)
     if not limits.can_requeue:
         why["requeue"] = ""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hosts import HOST
 
+PROGRAM = Path(sys.argv[0]).name  # such as guard.py or supervise.py, which import this file
 LOOPBACK = re.compile(r"(::ffff:)?127\.|::1$")  # IPv4 and IPv6
 STOP_SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1, "USR2": signal.SIGUSR2}
 OWN_FAULTS = ("configuration", "exception", "killed", "out of memory")  # may be the host's
@@ -110,7 +111,7 @@ def within(limit, function, *arguments):
 
 def fail(text, cause="configuration", **more):
     """Print a user error and exit with code 2."""
-    say(f"guard.py: error: {text}")
+    say(f"{PROGRAM}: error: {text}")
     write_failure(cause, text, own_rank(), **more)
     sys.exit(2)
 

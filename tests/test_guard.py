@@ -256,6 +256,7 @@ def test_a_shell_of_srun_pty_is_one_process_but_srun_within_it_is_not(monkeypatc
     ],
 )
 def test_a_launch_variable_that_is_wrong_is_named(monkeypatch, capsys, env, text):
+    monkeypatch.setattr(report, "PROGRAM", "guard.py")  # else it is pytest
     with pytest.raises(SystemExit, match="2"):
         guard.launch_environment(dict(env))
     printed = capsys.readouterr().err
