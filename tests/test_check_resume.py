@@ -168,6 +168,7 @@ def steps(*numbers: int, **facts) -> list[SimpleNamespace]:
 CRASHED = [*steps(0, 1, 2), note("save", 10), *steps(10, 11, 12), note("save", 20), *steps(20, 21)]
 STOPPED = CRASHED[:-2]  # right after the save
 LOADED = steps(0, 1, 2, loads=1)  # weights of another run
+SWAPPED = [*steps(0, 1, 2), note("save", 10), *steps(10, weights=11), note("save", 20)]
 
 # {what: (notes of the attempt before, what is other in the first step after a start, a pattern)}
 STARTS = {
@@ -178,6 +179,7 @@ STARTS = {
     "nothing is, with other weights": (CRASHED, {"weights": 99, STATE: 0}, "those of no step"),
     "weights of another run": (LOADED + CRASHED[3:], {"weights": 0, STATE: 0, "loads": 1}, None),
     "other weights, converted state": (CRASHED, {"weights": 99, STATE: 99}, None),
+    "weights that are swapped for a save": (SWAPPED, {"weights": 99}, None),
     "no weights": (CRASHED, {"weights": 0}, "weights .* step 0, .* state is that of step 20"),
     "no state": (CRASHED, {STATE: 0, "entries": 0}, "weights .* step 20, .* that of step 0"),
     "a part of the state": (CRASHED, {STATE: 99, "entries": 3}, "step 20, .* that of no step"),
