@@ -9,10 +9,10 @@
 
 The contestants (benchmarks/contestants.py):
 
-    limit         a loop over floats in memory, with the settings of guard.py
+    limit         a loop over floats in memory; malloc keeps freed memory, as in the trainer
     sums          the limit plus one all_reduce of all gradients per step (2 or more ranks)
     ours          train_distributed.py as the launchers start it: with scripts/guard.py, which gives
-                  each rank its own cores and makes malloc keep memory
+                  each rank its own cores
     bare          train_distributed.py started by torchrun alone
     reproducible  ours with --reproducible
     template      what most DDP tutorials do
