@@ -669,6 +669,7 @@ def run_cluster_train(env) -> subprocess.CompletedProcess:
         (["bash", "run_distributed.slurm"], "submit this script with sbatch; "),
         (["env", "DRY_RUN=1", "bash", "run_distributed.slurm", "a.yaml"], "there is no config a.y"),
         (["bash", "slurm_train_multinode.sh"], "submit this script with sbatch; "),
+        (["bash", "scripts/pbs/pbs_train.sh"], "submit this script with qsub; "),
         ([*HETEROGENEOUS, "run_distributed.slurm"], "this is a heterogeneous job"),
         ([*HETEROGENEOUS, "slurm_train_multinode.sh"], "this is a heterogeneous job"),
     ],

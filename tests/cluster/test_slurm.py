@@ -141,13 +141,6 @@ def test_submitted_from_another_directory(cluster, repo, tmp_path, probe, launch
     assert code == 0 and len(probed(text)) == 4, text
 
 
-def test_a_config_that_is_missing_is_named(cluster, repo):
-    for launcher in LAUNCHERS:
-        code, text = cluster.sbatch(repo, *TWO_BY_TWO, launcher, "absent.yaml")
-        assert code != 0
-        assert f"there is no config absent.yaml in {repo}" in text
-
-
 @pytest.mark.long
 def test_a_chain_of_jobs_that_slurm_does_not_requeue(cluster, repo, tmp_path, tiny):
     """Each task of the array has the time of MAX_DURATION."""
