@@ -86,7 +86,9 @@ def fewest_and_most(env, count):
 def choose_hosts(given, env):
     """The hosts to train on: the first of those given that are not in EXCLUDED_NODES."""
     excluded = env.get("EXCLUDED_NODES", "")
-    left_out = {name_among(given, host) for host in expand(excluded)}
+    left_out = [name_among(given, host) for host in expand(excluded)]
+    if None in left_out:  # maybe rightly, in a job that Slurm has started again on other nodes
+        print(f"hosts.py: EXCLUDED_NODES={excluded}: not all are hosts here", file=sys.stderr)
     hosts = [host for host in given if host not in left_out]
     fewest, most = fewest_and_most(env, len(given))
     if len(hosts) < fewest:
@@ -106,9 +108,11 @@ def name_among(hosts, host):
 def choose_master(env, hosts):
     """(MASTER_ADDR, MASTER_PORT); the port is free, if the first host is this one."""
     master = env.get("MASTER_ADDR") or hosts[0]
-    port = env.get("MASTER_PORT") or port_of_job(env)
-    if not env.get("MASTER_PORT") and name_among(hosts, HOST) == master:
-        port = free_port(port)
+    port = env.get("MASTER_PORT")
+    if not port:
+        port = port_of_job(env)
+        if name_among(hosts, HOST) == master:
+            port = free_port(port)
     return master, str(port)
 
 

@@ -11,7 +11,7 @@ KILLED = f"the kernel killed a process because the job ran out of memory: {REMED
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed a process for its memory in this cgroup or Slurm step."""
+    """Grows when the kernel kills a process for its memory in this cgroup or Slurm step."""
     kills = 0
     with suppress(OSError, ValueError):  # a container may hide these files
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -180,12 +180,13 @@ class StopRequests:
         """The seconds before a limit that are kept for a save."""
         return min(self.save_seconds, (self.ends[limit] - self.began) / 10)
 
-    def look_at_clock(self):
-        """Add the limits that are reached."""
+    def until_now(self):
+        """All that were made, with the limits that are reached."""
         now = time.time()
         for limit, end in self.ends.items():
             if now > end - self.reserve(limit):
                 self.made.setdefault(limit, now)
+        return self.made
 
     def kill_time(self):
         """When a training that was asked to stop is killed: in time for a requeue."""
@@ -279,11 +280,10 @@ class Supervisor:
         """The pause before a restart, until a stop is requested."""
         end = time.monotonic() + seconds
         while True:
-            self.requests.look_at_clock()
             with suppress(OSError):
                 os.remove(f"{self.run_dir}/STOP")  # as the trainer does: it is obeyed
                 self.requests.made["STOP"] = time.time()
-            if self.requests.made or time.monotonic() >= end:
+            if self.requests.until_now() or time.monotonic() >= end:
                 return
             time.sleep(min(1, seconds))
 
@@ -392,8 +392,7 @@ class Supervisor:
 
     def add_requests_of(self, status, of_ranks):
         """Those that did not come through this process."""
-        self.requests.look_at_clock()
-        made = self.requests.made
+        made = self.requests.until_now()
         if made or status["state"] == "finished":
             return
         reason = status["reason"] if status["state"] == "stopped" else ""
@@ -416,13 +415,15 @@ class Supervisor:
         lost = lost_nodes(program, hosts) if len(hosts) > 1 else []
         if lost:
             reason = "down, or the program cannot be started there: a missing mount?"
-            return [Report("node lost", reason, ", ".join(lost), tuple(lost))]
+            return [Report("node lost", reason, ", ".join(lost), lost)]
         if code == 2:  # also the error number of its execve(), in a short outage
             return [Report("killed", "exit code 2 of srun, and no report", "a node")]
         return []
 
     def run(self, env, files):
         """Run COMMAND until it ends or is killed. Returns its exit code."""
+        if self.requests.until_now():  # do not start it
+            return -signal.SIGTERM
         try:
             self.child = subprocess.Popen(
                 self.command_on_nodes(), env=env, start_new_session=True, preexec_fn=die_with_parent
@@ -464,8 +465,7 @@ class Supervisor:
 
     def stop_if_requested(self, file):
         """Ask the training to stop. The ranks come first; the rest may wait for a disk."""
-        self.requests.look_at_clock()
-        if not self.requests.made:
+        if not self.requests.until_now():
             return
         self.requests.obeyed_at = time.time()
         if self.passes_stop:  # srun forwards it; see run_torchrun.py and guard.py

@@ -56,8 +56,10 @@ def test_the_hosts_of_a_job_come_from_slurm_or_pbs(tmp_path):
     ],
 )
 @pytest.mark.usefixtures("scontrol")
-def test_the_first_hosts_that_are_not_excluded_train(nnodes, excluded, chosen):
+def test_the_first_hosts_that_are_not_excluded_train(capsys, nnodes, excluded, chosen):
     assert hosts.choose_hosts(FOUR, {"NNODES": nnodes, "EXCLUDED_NODES": excluded}) == chosen
+    has_unknown = "n9" in excluded
+    assert ("EXCLUDED_NODES" in capsys.readouterr().err) == has_unknown
 
 
 @pytest.mark.parametrize(

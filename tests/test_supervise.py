@@ -229,6 +229,12 @@ def test_a_stop_file_is_for_each_job_that_was_submitted_before(supervisor, tmp_p
     assert ("STOP" in us.requests.made) == (submitted == 100)
 
 
+def test_after_a_deadline_nothing_is_started(tmp_path, supervise):
+    code, text = supervise("touch", tmp_path / "started", DEADLINE="1")
+    assert code == 0 and "stopped (DEADLINE)" in text, text
+    assert not (tmp_path / "started").exists()
+
+
 IGNORES_SIGTERM = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -26,6 +26,7 @@ from node import END_SECONDS, request
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # scripts/
 from hosts import choose_hosts, choose_master  # noqa: E402
+from policy import CODES  # noqa: E402
 from processes import for_each_stop  # noqa: E402
 from report import say, stopped_exit_code, write_event, write_failure  # noqa: E402
 
@@ -263,11 +264,10 @@ def run(nodes, way, signals):
 
 def report_hosts(nodes, codes):
     """Write FAILURE_FILE for hosts that could not do so: without ssh, a mount or Python."""
-    causes = {2: "configuration", 126: "configuration", 127: "configuration", 255: "node lost"}
     for node, code in zip(nodes, codes):
-        if code in causes:
+        if code in CODES:
             reason = f"exit code {code}, see its log"
-            write_failure(causes[code], reason, None, node.host, hosts=[node.host])
+            write_failure(CODES[code], reason, None, node.host, hosts=[node.host])
 
 
 def fail(text):
