@@ -62,7 +62,7 @@ lint() {
 # the cores. The output of the first two comes last.
 run_side_by_side() {
   local cluster=(tests/cluster tests/test_docs.py)
-  local launch=(tests/test_{guard,launchers,supervise,check_training,doctor_findings}.py)
+  local launch=(tests/test_{guard,launchers,supervise,check_training,check_resume,doctor_findings}.py)
   local others=(tests "${cluster[@]/#/--ignore=}" "${launch[@]/#/--ignore=}")
   local sessions=() failed=""
   outputs="$(mktemp -d)"

@@ -77,18 +77,6 @@ def on_gpu(tmp_path, *words: str, **env: str):
 
 
 @pytest.mark.long
-def test_on_gpu_goes_on_after_a_part_that_fails_or_cannot_be_measured(tmp_path):
-    words = ["--only", "resnet50-8", "tests", "doctor"]
-    done, report = on_gpu(tmp_path, *words, PYTEST_ADDOPTS="--absent")
-    assert done.returncode == 1, done.stderr
-    title = "Tests that need a GPU (fp16, bf16, NCCL)"
-    assert f"| {title} | failed (exit code 4) " in report
-    assert "images, 8 rank(s) | not measured (needs 8 GPUs) |" in report
-    assert re.search(r"^\| The machine \| measured in \d+ s \|$", report, re.M), report
-    assert "unrecognized arguments: --absent" in (tmp_path / "report.md.log").read_text()
-
-
-@pytest.mark.long
 def test_on_gpu_measures_every_part(tmp_path):
     done, report = on_gpu(tmp_path)
     assert done.returncode == 0, report

@@ -108,13 +108,6 @@ def test_data_that_begin_again_are_reported(tmp_path):
     assert "the batch of step 21 is that of step 1" in texts[0]
 
 
-@pytest.mark.long
-def test_the_active_form_names_the_first_step_that_differs(tmp_path):
-    done = check(tmp_path, write_script(tmp_path / "train.py", BEGIN_AGAIN))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "rank 0 differs after step 20: batch" in done.stdout
-
-
 def notes_of(**facts) -> dict:
     return {(step, 0, "step"): {"attempt": 1, "batch": 0, **facts} for step in (20, 21)}
 

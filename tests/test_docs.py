@@ -4,11 +4,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,7 @@ from harness import (
     LONG,
     REPO,
     copy_repository,
-    processes_by_kind,
     run_ranks,
-    wait_until,
     write_program,
 )
 from pages import (
@@ -146,24 +142,6 @@ def test_a_run_is_replayed_as_the_guide_says(clone):
     printed = [run(command, clone) for command in commands(code)]
     assert len(printed) == 3
     assert "2 records, up to the train record of step 20\nEqual: " in printed[-1]
-
-
-@pytest.mark.long  # test_minimal.py and test_supervise.py test the parts
-def test_the_script_to_copy_stops_and_goes_on_as_the_guide_says(clone, monkeypatch):
-    found = commands_of((REPO / "docs/MAKE_IT_YOURS.md").read_text())
-    (command,) = [line for line in found if "train_minimal.py" in line]
-    command += " --epochs 1 --global-batch-size 64 --save-every 20"
-    monkeypatch.setenv("MARK", str(clone))
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(run, command, clone)
-        wait_until((clone / "runs/own/checkpoint.pt").exists, "it has not saved")
-        (supervisor,) = processes_by_kind("MARK", clone)["supervisor"]
-        os.kill(supervisor, signal.SIGTERM)
-        printed = first.result()
-    assert "stopped (SIGTERM); the same command resumes it" in printed
-    stopped_at = re.search(r"stopped at step (\d+) of 93", printed)[1]
-    again = run(command, clone)
-    assert f"from step {stopped_at} to 93" in again and "finished at step 93" in again
 
 
 MY_SCRIPT = """

@@ -1,6 +1,5 @@
 """The trainer on a real GPU; skipped without one."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import pytest
 from harness import (
     HAS_NVIDIA_DRIVER,
     REPO,
-    TORCHRUN,
     VISIBLE_GPUS,
     assert_same_state,
     run_ranks,
@@ -98,36 +96,3 @@ def test_a_step_waits_for_the_gpu_only_at_an_exchange(tmp_path, tiny):
     """PyTorch warns of each operation that waits."""
     run = train(tmp_path / "run", 1, *tiny, "--stop-at-step=9", before=WARN_OF_WAITS, env=GPUS)
     assert "called a synchronizing" not in run.err[0], run.err[0]
-
-
-SAME_GPU = """
-import torch, torch.distributed as dist
-dist.init_process_group("nccl")
-dist.all_reduce(torch.ones(1, device="cuda:0"))
-"""
-
-
-def test_two_ranks_on_one_gpu_are_a_user_error_with_the_remedy(tmp_path):
-    script = tmp_path / "my_train.py"
-    script.write_text(SAME_GPU)
-    env = os.environ | GPUS | {"FAILURE_FILE": str(tmp_path / "failure.json")}
-    command = [*TORCHRUN, REPO / "scripts/guard.py", script]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode != 0
-    failure = json.loads((tmp_path / "failure.json").read_text())
-    assert failure["cause"] == "configuration", result.stderr
-    assert f"guard.py: error: {failure['reason']}\n" in result.stderr
-    assert (
-        failure["reason"].startswith("ranks 0 and 1 on ") and "NPROC_PER_NODE" in failure["reason"]
-    )
-
-
-def test_out_of_memory_is_recorded_as_the_cause(tmp_path):
-    options = ["--synthetic", "--model=resnet152", "--image-size=448", "--batch-size=1280"]
-    command = [*TORCHRUN[:-1], "--nproc-per-node=1", REPO / "scripts/guard.py"]
-    command += [REPO / "examples/imagenet.py", f"--checkpoint-dir={tmp_path}", *options]
-    env = os.environ | GPUS | {"FAILURE_FILE": str(tmp_path / "failure.json")}
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode != 0
-    failure = json.loads((tmp_path / "failure.json").read_text())
-    assert failure["cause"] == "out of memory"

@@ -8,7 +8,7 @@ from PIL import Image
 from tasks import QUICK, small, task_of
 from test_bad_input import refuse_here
 
-from examples.imagenet import Images, image_folders, read_image
+from examples.imagenet import Images, read_image
 from train_distributed import Task, UserError, load_model, parse_config
 
 
@@ -163,40 +163,20 @@ def test_training_works_in_surroundings_that_are_odd(tmp_path, found):
     code, warning = SURROUNDINGS[found]
     if "nobody" in found:  # more lines than a pipe takes, and SIGTERM still counts
         code += "import fcntl; fcntl.fcntl(1, 1031, 4096)\n"
-    options = [*QUICK, "--epochs=20", "--log-every-steps=1"]
+    options = [*QUICK, "--epochs=12", "--log-every-steps=1"]
     run = train(tmp_path / "run", 1, *options, before=code + small()["before"])
     assert run.status()["state"] == "finished" and run.checkpoint("best")["step"] > 0
     assert warning in run.out[0] and run.err == [""]
 
 
-def test_pictures_are_read_as_a_viewer_shows_them(tmp_path):
-    for part in ("train", "val"):
-        (tmp_path / part / "a").mkdir(parents=True)
-        gray = np.full((40, 40), 32768, np.uint16)
-        Image.fromarray(gray).save(tmp_path / part / "a" / "gray.png")
-        exif = Image.Exif()
-        exif[0x0112] = 6  # turned by 90 degrees
-        half = np.zeros((40, 40, 3), np.uint8)
-        half[:20] = 255  # its upper half is the right one
-        Image.fromarray(half).save(tmp_path / part / "a" / "turned.png", exif=exif)
-    _, test_set = image_folders(tmp_path, 32)
-    gray, turned = test_set[0][0], test_set[1][0]
-    assert gray.float().mean() == 128
-    assert turned[0, 16, 28] == 255 and turned[0, 16, 4] == 0
-    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
-    (tmp_path / "val" / "b").mkdir()
-    for folder in ("train/.ipynb_checkpoints", "val/b"):
-        Image.fromarray(half).save(tmp_path / folder / "1.png")
-    with pytest.raises(UserError, match=".ipynb_checkpoints"):
-        image_folders(tmp_path, 32)
-
-
-def test_a_picture_that_is_too_large_is_named(tmp_path, monkeypatch):
-    path = tmp_path / "large.png"
-    Image.fromarray(np.zeros((40, 40), np.uint8)).save(path)
-    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UserError, match="large.png"):
-        read_image(path)
+def test_a_picture_is_turned_as_a_viewer_shows_it(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # by 90 degrees
+    half = np.zeros((40, 40, 3), np.uint8)
+    half[:20] = 255  # its upper half is the right one
+    Image.fromarray(half).save(tmp_path / "turned.png", exif=exif)
+    turned = np.asarray(read_image(tmp_path / "turned.png"))
+    assert (turned[:, 20:] == 255).all() and (turned[:, :20] == 0).all()
 
 
 def test_models_of_torchvision_that_may_return_more_than_logits_train():

@@ -101,9 +101,13 @@ def saved(directory) -> list[str]:
 # torchrun's own limit is 30 s.
 @pytest.mark.parametrize("seconds", [3, pytest.param(35, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)])
-def test_all_ranks_save_when_slurm_signals_all_processes_of_a_node(tmp_path, node, name, seconds):
-    """When Slurm ends a job, it sends SIGTERM twice in quick succession."""
+def test_all_ranks_print_stacks_and_save_when_slurm_signals_all_processes_of_a_node(
+    tmp_path, node, name, seconds
+):
+    """SIGQUIT, as of `scancel --signal=QUIT`; at the end of a job, SIGTERM twice in succession."""
     node = node(seconds)
+    node.signal_all(signal.SIGQUIT)
+    node.wait_for("most recent call first", 2)  # and they go on
     for number in (getattr(signal, name), signal.SIGCONT, getattr(signal, name)):
         node.signal_all(number)
         time.sleep(0.2)
@@ -111,9 +115,8 @@ def test_all_ranks_save_when_slurm_signals_all_processes_of_a_node(tmp_path, nod
     assert saved(tmp_path) == ["saved0", "saved1"]
 
 
-@pytest.mark.parametrize("name", ["TERM", "USR1"])
 @pytest.mark.parametrize("launcher", ["ours", "torchrun"])
-def test_each_rank_gets_the_stop_signal_when_supervise_is_stopped(tmp_path, node, name, launcher):
+def test_each_rank_gets_the_stop_signal_when_supervise_is_stopped(tmp_path, node, launcher):
     """The script does not look at STOP_FILE."""
     supervise = "scripts/supervise.py"
     before = [supervise]
@@ -121,7 +124,7 @@ def test_each_rank_gets_the_stop_signal_when_supervise_is_stopped(tmp_path, node
         script = tmp_path / "slow_to_save.py"
         before += [*TORCHRUN, script, f"--to={tmp_path}"]
         before = ["bash", "-c", '"${@:1:$#-3}"', "bash", *before]  # without cluster_train.sh
-    node = node(1, *before, STOP_SIGNAL=name)
+    node = node(1, *before, STOP_SIGNAL="USR1", GUARD="0")
     (supervisor,) = [p for p in node.members() if supervise in arguments_of(p)[1:2]]
     os.kill(supervisor, signal.SIGTERM)
     assert node.process.wait(timeout=60) == 0
@@ -147,37 +150,21 @@ def test_ranks_in_a_container_save_when_they_are_stopped(tmp_path, node):
     write_program(tmp_path / "bin/apptainer", command)
     write_program(tmp_path / "bin/python3", f'exec {sys.executable} "$@"')
     path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    node = node(1, APPTAINER_IMAGE="image.sif", PATH=path)
+    node = node(1, APPTAINER_IMAGE="image.sif", PATH=path, GUARD="0")
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(timeout=60) == 0
     assert saved(tmp_path) == ["saved0", "saved1"]
 
 
-def test_sigquit_prints_the_stacks_of_all_ranks_and_they_go_on(tmp_path, node):
-    """As `scancel --signal=QUIT` sends it, to all processes."""
-    node = node(1, GUARD="1")
-    node.signal_all(signal.SIGQUIT)
-    node.wait_for("most recent call first", 2)
-    node.process.send_signal(signal.SIGTERM)
-    assert node.process.wait(timeout=60) == 0
-    assert saved(tmp_path) == ["saved0", "saved1"]
-
-
-def test_a_second_ctrl_c_through_supervise_ends_a_node_at_once(tmp_path, node):
-    node = node(999, "scripts/supervise.py")
-    node.process.send_signal(signal.SIGINT)
-    node.wait_for("press Ctrl-C again")
-    time.sleep(1.5)  # within a second, supervise.py takes it for the first one
-    node.process.send_signal(signal.SIGINT)
-    assert node.process.wait(timeout=60) == 1
-    assert not node.members() and not saved(tmp_path)
+def run(*words, cwd=REPO, **env: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHON": sys.executable} | env
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def test_a_host_name_is_not_executed(tmp_path):
     copy = copy_repository(tmp_path / "repo")
     for host in ("-oProxyCommand=touch canary", "$(touch canary)", "a;touch canary"):
-        command = [SSH, CONFIG, "2", "a", host]
-        result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        result = run(SSH, CONFIG, "2", "a", host, cwd=copy)
         assert result.returncode in (2, 255) and "Traceback" not in result.stderr
         assert not list(copy.rglob("canary"))
 
@@ -201,8 +188,7 @@ def test_a_login_host_without_ssh_is_reported(tmp_path):
 def test_macos_is_reported_in_one_sentence(tmp_path, command):
     """A stand-in for uname."""
     write_program(tmp_path / "uname", "echo Darwin")
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    result = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
     text = "this needs Linux and bash 4.4 or newer, not Darwin and bash 5"
     assert result.returncode == 2 and text in result.stderr and result.stderr.count("\n") == 1
 
@@ -212,44 +198,6 @@ def test_an_old_python_around_a_container_is_reported(tmp_path):
     result = supervised(LOG_DIR=str(tmp_path), **env)
     text = f"{env['PYTHON']} is not Python 3.8 or newer, which the launchers need outside the"
     assert result.returncode == 2 and text in result.stderr and "Traceback" not in result.stderr
-
-
-# srun with Pyxis: in the container, the directory is the image's, and the host's Python is missing.
-PYXIS = """
-cd {image}
-for word; do
-  case "$word" in --container-workdir=*) cd "${{word#*=}}";; esac
-done
-while [ "${{1#-}}" != "$1" ]; do shift; done
-mv {host_python} {host_python}.outside
-export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=1
-export SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NODELIST=n1
-exec "$@"
-"""
-
-
-@pytest.mark.parametrize("launcher", ["run_distributed.slurm", "slurm_train_multinode.sh"])
-def test_the_two_lines_for_pyxis_are_all_that_a_container_needs(tmp_path, clone, launcher):
-    """Stand-ins for Slurm with Pyxis, which cannot be installed here."""
-    site = clone / "scripts/site.sh"
-    site.write_text(re.sub(r"(?m)^# (srun\+=\(--cont|python=\(python3)", r"\1", site.read_text()))
-    host_python = tmp_path / "python"
-    host_python.symlink_to(sys.executable)
-    (tmp_path / "image").mkdir()
-    text = PYXIS.format(image=tmp_path / "image", host_python=host_python)
-    write_program(tmp_path / "bin/srun", text)
-    write_program(tmp_path / "bin/scontrol", "echo n1")
-    write_program(tmp_path / "bin/python3", f'exec {sys.executable} "$@"')
-    script = tmp_path / "my_train.py"
-    script.write_text("print('the script ran')\n")
-    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHON": str(host_python)}
-    env |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "MASTER_PORT": "29400"}
-    env |= {"TRAIN_SCRIPT": str(script), "NPROC_PER_NODE": "1", "MAX_RESTARTS": "0"}
-    command = ["bash", launcher]
-    result = subprocess.run(
-        command, cwd=clone, env=os.environ | env, capture_output=True, text=True
-    )
-    assert "the script ran\n" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -267,9 +215,8 @@ def test_a_host_is_found_by_its_whole_name_or_by_the_only_one_like_it(tmp_path, 
     nodes = tmp_path / "nodes"
     nodes.write_text(hosts.replace(" ", "\n"))
     env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PBS_NODEFILE": str(nodes)}
-    env |= {"DRY_RUN": "1", "PYTHON": sys.executable, "MASTER_PORT": "29400"}
-    command = ["scripts/cluster_train.sh", CONFIG, "3"]
-    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    env |= {"DRY_RUN": "1", "MASTER_PORT": "29400"}
+    result = run("scripts/cluster_train.sh", CONFIG, "3", **env)
     expected = f"--node-rank {rank} " if rank is not None else "Give node_rank"
     assert expected in result.stdout + result.stderr
 
@@ -279,8 +226,7 @@ def test_srun_takes_from_sbatch_nothing_that_limits_a_step(tmp_path):
     env = {f"SLURM_{name}": "1" for name in [*requested.split(), "JOB_CPUS_PER_NODE", "JOB_ID"]}
     env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     write_program(tmp_path / "srun", "env | grep ^SLURM_ | sort")
-    command = ["scripts/supervise.py", "srun", "true"]
-    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    result = run("scripts/supervise.py", "srun", "true", **env)
     assert result.stdout == "SLURM_JOB_CPUS_PER_NODE=1\nSLURM_JOB_ID=1\n"
 
 
@@ -328,11 +274,8 @@ def test_dry_run_prints_the_command_outside_a_job(script, expected):
 
 
 def test_dry_run_prints_the_command_in_a_container():
-    inside = {"APPTAINER_IMAGE": "/my image.sif", "DRY_RUN": "1", "PYTHON": sys.executable}
-    result = subprocess.run(
-        ["scripts/cluster_train.sh"], cwd=REPO, env=os.environ | inside, capture_output=True
-    )
-    text = result.stdout.decode()
+    inside = {"APPTAINER_IMAGE": "/my image.sif", "DRY_RUN": "1"}
+    text = run("scripts/cluster_train.sh", **inside).stdout
     start = "$ apptainer exec --nv --bind {} /my\\ image.sif python3 -m torch.distributed.run "
     assert text.startswith(start.format(shlex.quote(str(REPO)))), text
     assert "--nproc-per-node gpu" in text
@@ -368,19 +311,6 @@ def test_an_active_environment_comes_after_python_and_before_the_venv_of_the_rep
     assert dry_run_in(clone, **active).startswith("$ /my/python -m")
 
 
-@pytest.mark.parametrize(
-    ("level", "used"), [("debug", "DEBUG"), ("Info", "INFO"), ("trace", "WARNING")]
-)
-def test_a_log_level_of_another_program_does_not_end_the_launch(tmp_path, level, used):
-    text = f'case "$1" in -c|scripts/run_torchrun.py) exec {sys.executable} "$@";; esac'
-    python = write_program(tmp_path / "python", f'{text}; echo "$LOGLEVEL: $*"')
-    env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "NPROC_PER_NODE": "1"}
-    env |= {"LOG_LEVEL": level}
-    command = ["scripts/cluster_train.sh", CONFIG, "1", "0", "localhost", "29400"]
-    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
-    assert f"\n{used}: -m torch.distributed.run --nnodes 1" in result.stdout, result.stderr
-
-
 def test_jobs_that_start_at_the_same_time_have_a_log_each(tmp_path):
     write_program(tmp_path / "date", "echo 20261126_120000")
     text = f'case "$1" in -c|scripts/run_torchrun.py) exec {sys.executable} "$@";; esac'
@@ -400,9 +330,11 @@ def test_settings_of_a_site_do_not_disturb_the_launch(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
     (tmp_path / "scripts").mkdir()  # with CDPATH, `cd scripts` would go there
     script = tmp_path / "my_train.py"
-    script.write_text("import train_distributed\nprint('the script ran')\n")
+    find = "import importlib.util\nassert importlib.util.find_spec('train_distributed')\n"
+    script.write_text(f"{find}print('the script ran')\n")
     env = {"PYTHON": str(python), "LOG_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     env |= dict.fromkeys(("POSIXLY_CORRECT", "PYTHONSAFEPATH", "CDPATH"), str(tmp_path))
+    env["LOG_LEVEL"] = "trace"  # of another program: torchrun has no such level
     env |= {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "absent.invalid:1", "PET_NNODES": "2"}
     result = run_cluster_train(env | {"TRAIN_SCRIPT": str(script), "GUARD": "0"})
     assert result.returncode == 0 and "the script ran\n" in result.stdout, result.stdout
@@ -417,10 +349,9 @@ def test_after_two_dashes_a_script_or_a_module_gets_its_own_arguments(tmp_path, 
     script = tmp_path / "my_train.py"
     script.write_text(ARGPARSE + "parser.add_argument('--config')\n")
     for name in (str(script), "-m package.train"):
-        env = {"TRAIN_SCRIPT": name, "DRY_RUN": "1", "PYTHON": sys.executable, "BACKEND": "gloo"}
-        command = ["bash", launcher, "--", "fit", "lr=0.5"]
-        result = subprocess.run(command, cwd=REPO, env=os.environ | env, stdout=subprocess.PIPE)
-        assert result.stdout.decode().endswith(f" scripts/guard.py {name} fit lr=0.5\n")
+        env = {"TRAIN_SCRIPT": name, "DRY_RUN": "1", "BACKEND": "gloo"}
+        printed = run("bash", launcher, "--", "fit", "lr=0.5", **env).stdout
+        assert printed.endswith(f" scripts/guard.py {name} fit lr=0.5\n")
 
 
 @pytest.mark.parametrize(
@@ -437,13 +368,11 @@ def test_after_two_dashes_a_script_or_a_module_gets_its_own_arguments(tmp_path, 
         (ARGPARSE + "parser.add_argument(\n# '--config',\n'--file')\nprint('--config')", []),
     ],
 )
-@pytest.mark.parametrize("launcher", ["scripts/cluster_train.sh", "slurm_train_multinode.sh"])
-def test_a_script_gets_only_options_that_it_has(tmp_path, launcher, text, config):
+def test_a_script_gets_only_options_that_it_has(tmp_path, text, config):
     script = tmp_path / "my_train.py"
     script.write_text(text)
-    env = {"TRAIN_SCRIPT": str(script), "DRY_RUN": "1", "PYTHON": sys.executable}
-    command = ["bash", launcher, CONFIG, "--lr", "1"]
-    result = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True, text=True)
+    command = ["scripts/cluster_train.sh", CONFIG, "--lr", "1"]
+    result = run(*command, TRAIN_SCRIPT=str(script), DRY_RUN="1")
     words = shlex.split(result.stdout)
     assert words[words.index(str(script)) + 1 :] == [*config, "--lr", "1"]
 
@@ -487,17 +416,15 @@ def test_a_job_submitted_from_within_a_training_does_not_use_its_variables(tmp_p
     if "pbs" in script:
         job = {"PBS_JOBID": "17.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python)}
-    env = os.environ | path | job | OF_ANOTHER_JOB
-    result = subprocess.run(["bash", script], cwd=REPO, env=env, capture_output=True, text=True)
+    result = run("bash", script, **path, **job, **OF_ANOTHER_JOB)
     lines = [line for line in result.stdout.splitlines() if not line.startswith("$ ")]
     assert lines == ["scripts/supervise.py"], result.stderr
 
 
 def test_the_variables_of_the_own_job_are_kept(tmp_path):
     """supervise.py has set them for this attempt."""
-    env = os.environ | OF_ANOTHER_JOB | {"SLURM_JOB_ID": "16", "DRY_RUN": "1"}
-    command = ["scripts/cluster_train.sh", CONFIG, "2", "1"]
-    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    env = {**OF_ANOTHER_JOB, "SLURM_JOB_ID": "16", "DRY_RUN": "1"}
+    result = run("scripts/cluster_train.sh", CONFIG, "2", "1", **env)
     assert " --master-addr n16 --master-port 29416 " in result.stdout, result.stderr
 
 
@@ -558,23 +485,6 @@ def test_a_command_of_site_sh_that_fails_is_named_and_ends_the_launch_if_it_load
         assert output == f"cluster_train.sh: error: {text}"
     else:
         assert output.startswith("$ ")
-
-
-def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path, memory_cgroup):
-    script, failure = tmp_path / "my_train.py", tmp_path / "failure"
-    script.write_text("words = []\nwhile True:\n    words.append(b'x' * 10**7)\n")
-    (memory_cgroup / "memory.limit_in_bytes").write_text("700M")
-    env = {"TRAIN_SCRIPT": str(script), "FAILURE_FILE": str(failure), "GUARD": "0"}
-    result = subprocess.run(
-        ["bash", "-c", f"echo $$ >{memory_cgroup}/tasks; exec scripts/cluster_train.sh"],
-        env=os.environ | env | {"PYTHON": sys.executable, "LOG_DIR": str(tmp_path)},
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert result.returncode > 0
-    assert json.loads(failure.read_text())["cause"] == "out of memory"
 
 
 def test_the_last_line_after_an_error_is_the_error(tmp_path):
@@ -675,8 +585,7 @@ def run_cluster_train(env) -> subprocess.CompletedProcess:
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(words, message):
-    env = os.environ | {"PYTHON": sys.executable}
-    result = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True)
+    result = run(*words)
     assert result.returncode == 2 and message in result.stderr, result.stderr
     assert result.stderr.splitlines()[-1].count("error: ") == 1
 
@@ -714,9 +623,7 @@ def test_variables_of_the_host_and_the_session_are_not_forwarded(monkeypatch):
     ],
 )
 def test_the_smoke_test_passes_or_says_why_not(tmp_path, backend, code, last):
-    env = os.environ | {"PYTHON": sys.executable, "BACKEND": backend}
     copy = copy_repository(tmp_path / "repo")
-    command = ["scripts/test_distributed.sh", "2"]
-    result = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    result = run("scripts/test_distributed.sh", "2", cwd=copy, BACKEND=backend)
     assert result.returncode == code
     assert re.match(last, result.stdout.splitlines()[-1]), result.stdout

@@ -231,17 +231,7 @@ def test_what_follows(history):
 
 BY_YOU = ["SIGINT", "SIGHUP", "STOP", "DEADLINE", "MAX_DURATION", "scancel"]
 BY_SLURM = ["SIGTERM", "SIGUSR1", "preempted", END]
-CAUSES = [
-    "exception",
-    "killed",
-    "disk",
-    "port",
-    "NaN",
-    "exit",
-    "hang",
-    "node lost",
-    "configuration",
-]
+CAUSES = "exception, killed, disk, port, NaN, exit, hang, node lost, configuration".split(", ")
 
 
 def some(rng, names):

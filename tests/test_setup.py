@@ -7,14 +7,10 @@ import sys
 import pytest
 import torch
 from harness import PLAIN, REPO, run_ranks, train
+from test_guard import BATCH_SHELL, STEP
 
 from train_distributed import parse_config, setup_distributed, use_slurm_variables
 
-# As printed by `env` under Slurm 22.05 with two nodes.
-BATCH_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_NODEID": "0"}
-STEP = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "2"}
-STEP |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-STEP |= {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[01-02]"}
 ONE_TASK = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 RANK_OF_TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN_IN_A_STEP = STEP | RANK_OF_TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
@@ -123,44 +119,3 @@ def test_a_copy_of_the_trainer_alone_trains_without_torchvision(tmp_path):
     assert (tmp_path / "checkpoints" / "checkpoint_step_4.pt").exists()
     metrics = (tmp_path / "checkpoints" / "metrics.jsonl").read_text()
     assert "evaluation" not in metrics  # there is no test set
-
-
-# Threads that Python does not know, as gloo's, enter it all the time, while children are forked.
-FORKS = """
-import ctypes, os, threading, time
-libc = ctypes.CDLL(None)
-enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
-
-def start_threads():
-    thread = ctypes.c_ulong()
-    while True:
-        libc.pthread_create(ctypes.byref(thread), None, enter, None)
-        libc.pthread_join(thread, None)
-
-for _ in range(4):
-    threading.Thread(target=start_threads, daemon=True).start()
-hangs = 0
-for _ in range(2500):
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    deadline = time.time() + 5
-    while os.waitpid(child, os.WNOHANG)[0] == 0 and time.time() < deadline:
-        time.sleep(0.0005)
-    if time.time() >= deadline:
-        os.kill(child, 9)
-        hangs += 1
-print(hangs, "hangs", flush=True)
-os._exit(hangs > 3)
-"""
-
-
-@pytest.mark.long
-def test_children_that_are_forked_while_threads_enter_python_do_not_hang(tmp_path):
-    """Without the remedy, about 12 of 2,500 do with Python before 3.10.15, or an early 3.11. It
-    leaves a window of microseconds: none or one of them."""
-    script = tmp_path / "forks.py"
-    script.write_text(FORKS)
-    command = [sys.executable, REPO / "scripts/guard.py", script]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr

@@ -196,7 +196,12 @@ def test_a_stop_waits_for_no_disk_and_no_scheduler(supervisor, monkeypatch, tmp_
     monkeypatch.setattr(module.Path, "touch", lambda _: never.wait())
     monkeypatch.setattr(module, "ASK_SECONDS", 0.1)
     us.command = [sys.executable, "-c", SAVES_SLOWLY, tmp_path / "saved"]
-    threading.Timer(1, us.requests.on_signal, (signal.SIGTERM, None)).start()
+
+    def stop_when_ready():
+        wait_until((tmp_path / "saved ready").exists, "no handler")
+        us.requests.on_signal(signal.SIGTERM, None)
+
+    threading.Thread(target=stop_when_ready).start()
     files = {name: tmp_path / name for name in module.FILES}
     code = us.run({**os.environ}, files)
     never.set()
@@ -267,6 +272,7 @@ def save(*_):
     open(sys.argv[1], "w")
     sys.exit()
 signal.signal(signal.SIGTERM, save)
+open(f"{sys.argv[1]} ready", "w")
 print("ready", flush=True)
 time.sleep(1000)
 """
@@ -310,31 +316,40 @@ else:
     if helper == 0:
         name = "a helper"
         os.setsid()
+    else:
+        while os.getsid(helper) != helper:
+            time.sleep(0.01)
+        os.write(1, b"ready\\n")
 time.sleep(1000)
 """
 TRAINING = f'{sys.executable} -c "$CODE"'
 
 
 @pytest.mark.parametrize(
-    ("command", "code"),
+    ("command", "code", "limit"),
     [
-        (f"{TRAINING} rank", 0),
-        (f"{TRAINING} rank | tee $LOG", 0),
-        (f"set -o pipefail; {TRAINING} rank fails | tee $LOG", 1),
-        (f"trap 'echo the end' EXIT; {TRAINING} rank; :", 0),
-        (f"{TRAINING} torchrun", 0),
+        (f"{TRAINING} rank", 0, "10"),
+        (f"{TRAINING} rank | tee $LOG", 0, ""),
+        (f"set -o pipefail; {TRAINING} rank fails | tee $LOG", 1, ""),
+        (f"trap 'echo the end' EXIT; {TRAINING} rank; :", 0, ""),
+        (f"{TRAINING} torchrun", 0, ""),
     ],
 )
-def test_a_stop_is_for_the_processes_that_handle_it(tmp_path, supervise, command, code):
+def test_a_stop_is_for_the_processes_that_handle_it(tmp_path, start, command, code, limit):
     """Not for a `tee`, which would lose the last lines, nor for torchrun or loader workers."""
-    env = {"CODE": TOLD, "LOG": str(tmp_path / "log"), "MAX_DURATION": "3"}
+    env = {"CODE": TOLD, "LOG": str(tmp_path / "log"), "MAX_DURATION": limit}
     env["LOCAL_RANK"] = "0"  # a rank may have started supervise.py
-    exit_code, text = supervise("bash", "-c", command, **env)
+    process = start("bash", "-c", command, **env)
+    text = ""
+    for line in process.stdout:
+        text += line
+        if line == "ready\n" and not limit:
+            process.send_signal(signal.SIGTERM)
     lines = [line for line in text.splitlines() if " save" in line and "supervise.py" not in line]
     assert lines == ["rank saves", "rank has saved"] and "ends its ranks" not in text, text
-    assert exit_code == code, text
+    assert process.wait() == code, text
     if "tee" in command:
-        assert (tmp_path / "log").read_text() == "".join(f"{line}\n" for line in lines)
+        assert (tmp_path / "log").read_text() == "\n".join(["ready", *lines, ""])
 
 
 def test_a_killed_supervisor_leaves_no_training_behind(tmp_path, fake, start):
@@ -388,10 +403,15 @@ def test_an_old_python_is_reported_in_one_sentence():
 
 
 @pytest.mark.parametrize(
-    "file", ["supervise.py", "policy.py", "scheduler.py", "ssh/launch.py", "ssh/node.py"]
+    ("version", "names"),
+    [
+        ((3, 6), "supervise policy scheduler ssh/launch ssh/node"),
+        ((3, 8), "check_training guard hang node_check report"),
+    ],
 )
-def test_python_3_6_can_read_the_file(file):
-    ast.parse((REPO / "scripts" / file).read_text(), feature_version=(3, 6))
+def test_an_old_python_can_read_the_files(version, names):
+    for name in names.split():
+        ast.parse((REPO / f"scripts/{name}.py").read_text(), feature_version=version)
 
 
 # ------------------------------------------------------------------------------ events, ON_EVENT

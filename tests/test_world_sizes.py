@@ -127,10 +127,6 @@ def assert_same_bits(run, other) -> None:
         assert ours == theirs
 
 
-def test_reproducible_ends_with_the_same_bits_on_any_number_of_ranks(tmp_path, tiny, one_rank):
-    assert_same_bits(train(tmp_path / "run", 3, *tiny, *REPRODUCIBLE), one_rank)
-
-
 def test_reproducible_ends_with_the_same_bits_when_the_number_of_ranks_changes(
     tmp_path, tiny, one_rank
 ):

@@ -23,14 +23,14 @@ TESTS = {  # file: words in the names of its tests
     "test_world_sizes.py": "every_step_has or resuming_on_other or ends_with_the_same_bits",
     "test_loss.py": "steps_are_those_of_a_loop",
     "test_resume.py": "stopped_and_resumed or uneven_ranks",
-    "test_checkpoints.py": "newest_intact or second_process_is_refused",
+    "test_checkpoints.py": "newest_intact or second_process_waits",
     "test_options.py": "compile_changes or bf16 or activation_checkpointing_changes",
     "test_data.py": "image_files_resume",
     "faults/test_stop.py": "loader_workers_survive or signal_to_any_rank",
-    "faults/test_hang.py": "crash_ends_the_workers",
+    "faults/test_kills.py": "crash_ends_the_workers",
     "test_examples.py": "test_examples",
-    "test_guard.py": "test_a_hang or works_alone or script_runs_under_torchrun or the_last_lines",
-    "test_supervise.py": "crashes_with_progress or ctrl_c",
+    "test_guard.py": "test_a_hang or works_alone or script_for_torchrun_runs",
+    "test_supervise.py": "request_ends_the_pause or ctrl_c",
     "test_doctor_findings.py": "old_pytorch or in_a_launch or after_the_ranks_have_met",
 }
 

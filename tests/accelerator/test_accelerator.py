@@ -15,7 +15,8 @@ from harness import assert_same_state, train
 
 from train_distributed import Task
 
-pytestmark = pytest.mark.long
+NEEDS = simgpu.why_not()
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(NEEDS), reason=f"needs {NEEDS}")]
 ONE_EPOCH = "--epochs=1"  # of 203 samples
 FOUR_MICRO_BATCHES = "--global-batch-size=32"  # 7 steps
 ON_CPU = "import torch; assert not torch.accelerator.is_available()"
@@ -97,6 +98,11 @@ def phase(stack: list[str]) -> str:
                 return "before and after train"
         inner = name
     return BACKWARD
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    return simgpu.build()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Repeated SIGKILL during saves. test_processes.py kills each process of a supervised training."""
+"""SIGKILL in saves, and a crash. test_processes.py kills each process of a supervised training."""
 
 import os
 import random
@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import tasks
 from harness import FOREVER, LONG, launch, wait_until
 
 import train_distributed
@@ -34,7 +35,7 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
         os.kill(processes[0].pid, signal.SIGKILL)
 
     options = [*tiny, FOREVER, "--checkpoint-every-steps=1"]
-    for trial in range(200 if LONG else 4):
+    for trial in range(200 if LONG else 40):
         result = launch(run, 1, *options, during=kill)
         assert result.codes == [-signal.SIGKILL], result.err
         inside += any(run.glob(".unfinished"))
@@ -43,5 +44,15 @@ def test_a_kill_inside_a_save_never_costs_an_older_checkpoint(tmp_path, tiny):
         print(f"trial {trial}: step {step}")
         assert step >= newest
         newest = step
+        if trial > 2 and inside and not LONG:
+            break
     print(f"{inside} of the kills left a half-written file")
     assert inside
+
+
+def test_a_crash_ends_the_workers_of_a_loader_too(tmp_path, images):
+    crash = "import tasks; tasks.Photos.loss = None"
+    options = [f"--data-dir={images}", "--image-size=32"]
+    options += ["--batch-size=4", "--num-workers=2"]
+    result = launch(tmp_path / "run", 1, *options, before=crash, task=tasks.Photos, timeout=60)
+    assert result.codes == [1] and "TypeError" in result.err[0]
