@@ -162,7 +162,7 @@ def check(args, place: Path) -> int:
 def launch(command: list[str], place: Path, attempt: int, plan: list) -> dict:
     """Run it in the directory `place`. Returns {(step, rank, event): note}."""
     notes = place.with_suffix(".notes")
-    checkpoints = place / "{dir}"
+    checkpoints = place / "check_resume_dir"
     if attempt == 1:
         checkpoints.mkdir(parents=True)
         notes.mkdir()
