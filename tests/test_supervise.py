@@ -374,7 +374,6 @@ def test_a_status_that_is_malformed_counts_as_missing(supervisor, tmp_path):
     [
         ("true", {"MAX_RESTARTS": "junk"}, "MAX_RESTARTS is 'junk'"),
         ("true", {"MAX_DURATION": "nan"}, "MAX_DURATION is 'nan'"),
-        ("true", {"STOP_SECONDS": "-1"}, "STOP_SECONDS is '-1'"),
         ("true", {"STOPPED_EXIT_CODE": "256"}, "STOPPED_EXIT_CODE is '256'"),
         ("true", {"LOG_DIR": "/proc/none"}, "/proc/none"),
         ("no-such-command", {}, "cannot start no-such-command: No such file or directory"),

@@ -45,14 +45,6 @@ def test_an_epoch_has_every_sample_once_and_the_next_in_another_order(runs):
     assert [record["step"] for record in runs[1].records("epoch")] == [7]
 
 
-def test_the_metrics_of_an_epoch_are_the_means_over_its_steps(runs):
-    for run in runs.values():
-        (epoch,) = run.records("epoch")
-        steps = run.records("train")[: epoch["step"]]
-        for name in ("loss", "accuracy"):
-            assert epoch[name] == pytest.approx(sum(step[name] for step in steps) / len(steps))
-
-
 def test_records_do_not_depend_on_when_the_ranks_exchange_them(tmp_path, tiny):
     """About once a second; here also after each step, as each is saved."""
     options = [*tiny, "--epochs=1", "--log-every-steps=5"]

@@ -3,15 +3,12 @@
 ../test_resume.py has a stop during an evaluation.
 """
 
-import fcntl
 import json
 import math
 import os
-import pty
 import random
 import signal
 import subprocess
-import termios
 import time
 from types import SimpleNamespace
 
@@ -24,8 +21,6 @@ from harness import (
     PLAIN,
     REPO,
     SLOW_DISK,
-    TORCHRUN,
-    newest_in,
     running,
     signal_all,
     steps_of,
@@ -142,23 +137,6 @@ def test_it_saves_even_if_its_output_is_closed(tmp_path, tiny):
     before = f"import os; os.dup2(os.open({str(pipe)!r}, os.O_WRONLY), 1); os.dup2(1, 2)"
     status = train(run, 2, *tiny, FOREVER, before=before, during=during).status()
     assert (status["state"], status["saved_step"]) == ("stopped", status["global_step"])
-
-
-@long
-def test_it_saves_if_its_terminal_is_closed(tmp_path, tiny):
-    terminal, other_end = pty.openpty()
-    command = [*TORCHRUN, PLAIN[-1], *tiny, FOREVER, f"--checkpoint-dir={tmp_path}"]
-    options = dict.fromkeys(("stdin", "stdout", "stderr"), other_end)
-    options["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY)
-    with running(command, cwd=REPO, **options) as process:
-        os.close(other_end)
-        while steps_of(tmp_path) < 5:
-            os.read(terminal, 4096)
-        os.close(terminal)  # the kernel sends SIGHUP
-        process.wait()
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert status["state"] == "stopped"
-    assert newest_in(tmp_path)["step"] == status["global_step"]
 
 
 @long
