@@ -1,7 +1,5 @@
 """The budgets. To raise one is a commit that says what for.
 
-The lines of tests are above their aim of 12,000: they stand at what is there now.
-
 Python is counted in tokens without comments and docstrings: neither packing nor spreading changes
 them. Code that moves into strings, shell, data files or benchmarks counts, too.
 """
@@ -112,7 +110,7 @@ def test_the_pages_are_short():
 
 
 def test_the_tests_are_short():
-    assert sum(len(path.read_text().splitlines()) for path in files("tests/*.py")) <= 12_450
+    assert sum(len(path.read_text().splitlines()) for path in files("tests/*.py")) <= 12_000
 
 
 def own_variables() -> set[str]:
