@@ -91,7 +91,9 @@ def node(tmp_path):
 
 
 def arguments_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    with suppress(OSError):  # it has just ended
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return []
 
 
 def saved(directory) -> list[str]:
