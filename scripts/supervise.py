@@ -26,10 +26,11 @@ failed), reason, start_step, global_step, saved_step, world_size. An attempt mak
 has saved a step; without a status, if a file that matches PROGRESS_FILE was written; without that,
 if it ran for ten minutes.
 
-The attempt log, attempts.jsonl in the run directory, has one line per attempt: start, end,
-start_step, end_step, saved_step, recomputed, hosts, world_size, progress (step, file, time or ""),
-cause, reason, next (the action that followed), code (the commit), events (those of EVENTS_FILE,
-such as equal batches), and what policy.py has decided from (its Attempt).
+The attempt log, attempts.jsonl in the run directory, has one line per attempt, and another one if
+Slurm has not requeued the job after all: start, end, start_step, end_step, saved_step, recomputed,
+hosts, world_size, progress (step, file, time or ""), cause, reason, next (the action that
+followed), code (the commit), events (those of EVENTS_FILE, such as equal batches), and what
+policy.py has decided from (its Attempt).
 Causes: finished, stopped, ended (exit code 0, but no status), out of memory, killed, node lost,
 hang, NaN, weights differ, disk, configuration, port, exit (with a text), exception.
 ON_EVENT, a shell command, is run after each attempt, once it is known what follows. It finds the

@@ -32,7 +32,7 @@ def test_trains_to_the_same_weights(cluster, repo, tmp_path, options, check):
     assert code == 0 and int(version.split()[1].split(".")[0]) >= 24, version
     words = ["--nodes=2", "--gpus-per-node=2", f"--output={tmp_path}/made/by/slurm/%j.out"]
     words += ["slurm_train_multinode.sh", *options, f"--checkpoint-dir={tmp_path / 'run'}"]
-    code, text = cluster.sbatch(repo, *words)
+    code, text = cluster.sbatch(repo, *words, OMP_NUM_THREADS="1")  # as in train()
     assert code == 0, text
     check(text, tmp_path / "run", {"node01": "0-1", "node02": "2-3"})
 

@@ -143,21 +143,24 @@ def test_submitted_from_another_directory(cluster, repo, tmp_path, probe, launch
 
 @pytest.mark.long
 def test_a_chain_of_jobs_that_slurm_does_not_requeue(cluster, repo, tmp_path, tiny):
-    """Each task of the array has the time of MAX_DURATION."""
-    run = tmp_path / "run"
-    words = ["--array=1-2%1", "--no-requeue", "--nodes=2", "--gres=gpu:1", "--time=9", LAUNCHERS[1]]
-    options = [*tiny, "--epochs=2000", "--checkpoint-dir", str(run)]
-    env = {"MAX_DURATION": "10", "STOPPED_EXIT_CODE": "75"}
+    """Each is asked to stop, as before the end of its time."""
+    metrics = tmp_path / "run/metrics.jsonl"
+    words = ["--array=1-2%1", "--no-requeue", "--nodes=2", "--gres=gpu:1", LAUNCHERS[1]]
+    options = [*tiny, "--epochs=2000", f"--checkpoint-dir={metrics.parent}"]
+    env = {"STOPPED_EXIT_CODE": "75"}
     code, text = cluster.on("login", "sbatch", "--parsable", *words, *options, cwd=repo, **env)
     assert code == 0, text
     array = text.strip()
-    for task in ("1", "2"):
+    size = 0
+    for task in (1, 2):
+        wait_until(lambda old=size: metrics.exists() and metrics.stat().st_size > old + 1000)
+        cluster.on("login", "scancel", "--batch", "--signal=USR1", f"{array}_{task}")
         code, text = cluster.end_of_job(f"{array}_{task}")
-        assert code == 75, text
-    first, second = map(json.loads, (run / "attempts.jsonl").read_text().splitlines())
-    assert (first["cause"], first["reason"]) == ("stopped", "MAX_DURATION")
+        assert code == 75 and "stopped (SIGUSR1); the same command" in text, text
+        size = metrics.stat().st_size
+    log = (metrics.parent / "attempts.jsonl").read_text().splitlines()
+    first, second = json.loads(log[0]), json.loads(log[-1])
     assert second["start_step"] == first["end_step"] > 0
-    assert "stopped (MAX_DURATION); the same command" in text
 
 
 @pytest.mark.long
@@ -181,7 +184,8 @@ def test_tasks_of_an_array_are_requeued_one_by_one(cluster, repo, tmp_path, tiny
     cluster.on("login", "scancel", job)
     assert (facts["1"]["Restarts"], facts["1"]["JobState"]) == ("0", "RUNNING")
     cluster.assert_nothing_left()
-    causes = [json.loads((run / "attempts.jsonl").read_text())["cause"] for run in runs]
+    logs = [(run / "attempts.jsonl").read_text().splitlines() for run in runs]
+    causes = [json.loads(log[-1])["cause"] for log in logs]
     assert causes == ["stopped", "stopped"]
 
 

@@ -173,7 +173,7 @@ def test_killing_the_supervisor_ends_the_job_but_loses_no_step(
     assert job.status()["state"] == "stopped"
     again = Job(cluster, repo, tmp_path / "run", style, long_options)
     assert again.end() == "COMPLETED", again.output()
-    assert [attempt["recomputed"] for attempt in again.attempts()] == [0, 0]
+    assert {attempt["recomputed"] for attempt in again.attempts()} == {0}
     assert again.attempts()[-1]["start_step"] == step
     assert_same_end(again, untouched)
 
@@ -346,7 +346,7 @@ def test_a_preempted_job_saves_is_requeued_and_ends_the_same(
     preempt(job)
     stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status())
     assert job.end() == "COMPLETED", job.output()
-    first, last = job.attempts()
+    first, last = job.attempts()[0], job.attempts()[-1]
     assert (first["cause"], first["reason"], first["recomputed"]) == ("stopped", "SIGTERM", 0)
     assert last["start_step"] == stopped["global_step"]
     assert_same_end(job, untouched)
