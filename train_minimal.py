@@ -211,8 +211,7 @@ def main():
             with nullcontext() if is_last else ddp.no_sync():
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
                     logits = ddp(images)
-                    # A sum, since the parts of a batch may be unequal: their means do not add up.
-                    loss = F.cross_entropy(logits, labels, reduction="sum")
+                    loss = F.cross_entropy(logits, labels, reduction="sum")  # of unequal parts
                 (loss * world_size / batch).backward()
             sums[0] += loss.detach()
             sums[1] += (logits.argmax(1) == labels).sum()
@@ -246,5 +245,6 @@ if __name__ == "__main__":
     try:
         main()
     finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the DataLoader's would raise an error
         for worker in torch.multiprocessing.active_children():
             worker.kill()  # it blocks the signal with which Python would end it

@@ -163,7 +163,7 @@ WRONG_BATCH = "--global-batch-size is not from ranks x --accumulate to 203"
         (1, ["--data-dir=absent"], "cannot read MNIST/raw in --data-dir absent"),
         (1, ["--global-batch-size=204"], WRONG_BATCH),
         (2, ["--accumulate=6"], WRONG_BATCH),
-        (1, ["--lr=1e30"], "a weight is not finite at step "),
+        (1, ["--lr=1e30", "--num-workers=2"], "a weight is not finite at step "),
         (1, ["--config=a.yaml"], "unrecognized arguments: --config=a.yaml"),
         (1, ["--checkpoint-dir=/dev/null/run"], "cannot write to --checkpoint-dir"),
     ],
