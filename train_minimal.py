@@ -211,8 +211,8 @@ def main():
             with nullcontext() if is_last else ddp.no_sync():
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
                     logits = ddp(images)
-                    loss = F.cross_entropy(logits, labels, reduction="sum")  # of unequal parts
-                (loss * world_size / batch).backward()
+                    loss = F.cross_entropy(logits, labels, reduction="sum")
+                (loss * world_size / batch).backward()  # means of unequal parts do not add up
             sums[0] += loss.detach()
             sums[1] += (logits.argmax(1) == labels).sum()
             sums[2] += len(labels)
