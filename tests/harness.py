@@ -427,6 +427,13 @@ def run_ranks(
     return Result([process.exitcode for process in processes], out, err, directory)
 
 
+# As printed by `env` under Slurm 22.05 with two nodes.
+BATCH_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_NODEID": "0"}
+SRUN_STEP = {
+    **{"SLURM_JOB_ID": "17", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "2"},
+    **{"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+    **{"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[01-02]"},
+}
 NO_LAUNCHER = dict.fromkeys(
     [
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

@@ -25,7 +25,7 @@ import report
 import torch
 import torch.distributed as dist
 from gpus import gpu, nvidia_smi
-from harness import NO_LAUNCHER, REPO, Result, free_port, run_ranks, running
+from harness import BATCH_SHELL, NO_LAUNCHER, REPO, SRUN_STEP, Result, free_port, run_ranks, running
 
 GUARD = REPO / "scripts/guard.py"
 HOST = os.uname().nodename
@@ -190,14 +190,8 @@ def test_a_fork_is_not_taken_for_the_rank_and_a_program_in_its_place_is_not_watc
 
 # ------------------------------------------------------------------------------ launch environment
 
-# As printed by `env` under Slurm 22.05 with two nodes.
-BATCH_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "3", "SLURM_NODEID": "0"}
 INTERACTIVE = BATCH_SHELL | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
-STEP = {
-    **{"SLURM_JOB_ID": "17", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "2"},
-    **{"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node01"},
-    **{"SLURM_STEP_NODELIST": "node[01-02]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
-}
+STEP = SRUN_STEP | {"MASTER_ADDR": "node01"}
 BY_TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 BY_TORCHRUN["TORCHELASTIC_RUN_ID"] = "none"
 LEFT_OVER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

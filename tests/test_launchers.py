@@ -550,6 +550,17 @@ def test_a_training_that_was_stopped_before_its_end_is_known(
     assert run_torchrun.was_stopped(stopped_by) == is_early
 
 
+def test_a_process_that_the_kernel_kills_for_its_memory_is_named(tmp_path, memory_cgroup):
+    script, failure = tmp_path / "my_train.py", tmp_path / "failure"
+    script.write_text("words = []\nwhile True:\n    words.append(b'x' * 10**7)\n")
+    (memory_cgroup / "memory.limit_in_bytes").write_text("700M")
+    env = {"TRAIN_SCRIPT": script, "FAILURE_FILE": failure, "LOG_DIR": tmp_path, "GUARD": "0"}
+    command = f"echo $$ >{memory_cgroup}/tasks; exec scripts/cluster_train.sh"
+    result = run("bash", "-c", command, **{name: str(value) for name, value in env.items()})
+    assert result.returncode > 0
+    assert json.loads(failure.read_text())["cause"] == "out of memory"
+
+
 def run_cluster_train(env) -> subprocess.CompletedProcess:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = ["scripts/cluster_train.sh", CONFIG]

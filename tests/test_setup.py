@@ -6,14 +6,13 @@ import sys
 
 import pytest
 import torch
-from harness import PLAIN, REPO, run_ranks, train
-from test_guard import BATCH_SHELL, STEP
+from harness import BATCH_SHELL, PLAIN, REPO, SRUN_STEP, run_ranks, train
 
 from train_distributed import parse_config, setup_distributed, use_slurm_variables
 
-ONE_TASK = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+ONE_TASK = SRUN_STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 RANK_OF_TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-TORCHRUN_IN_A_STEP = STEP | RANK_OF_TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN_IN_A_STEP = SRUN_STEP | RANK_OF_TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -21,10 +20,10 @@ MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     ("env", "expected"),
     [
         ({}, [None] * 4),
-        (STEP, ["3", "1", "4", "2"]),
-        (STEP | RANK_OF_TORCHRUN, ["3", "1", "4", "2"]),  # stale ones, of a shell
+        (SRUN_STEP, ["3", "1", "4", "2"]),
+        (SRUN_STEP | RANK_OF_TORCHRUN, ["3", "1", "4", "2"]),  # stale ones, of a shell
         (TORCHRUN_IN_A_STEP, ["5", "1", "8", "4"]),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, ["3", "1", "4", "3"]),
+        (SRUN_STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, ["3", "1", "4", "3"]),
         (BATCH_SHELL, [None] * 4),
         (ONE_TASK, [None] * 4),
     ],
