@@ -88,6 +88,16 @@ def lost_nodes(program, nodes):
     return lost if len(lost) < len(nodes) else []
 
 
+def is_ending():
+    """Whether Slurm is ending this job, or starts it again; not because its time is over."""
+    facts = slurm_job()
+    state = facts.get("JobState", "RUNNING")
+    if state == "RUNNING" or facts.get("Reason") == "TimeLimit":
+        return False
+    log(f"this job is {state}: Slurm ends it, or starts it again")
+    return True
+
+
 def requeue(left_out, used):
     """Ask Slurm to start this job again, without the nodes of the first list.
 
@@ -95,23 +105,17 @@ def requeue(left_out, used):
     out any more may be used again.
     """
     job = slurm_id()
-    facts = slurm_job()
-    state = facts.get("JobState", "RUNNING")
-    if state != "RUNNING" and facts.get("Reason") != "TimeLimit":
-        log(f"job {job} is {state}: Slurm ends it, or starts it again")
-        return False
-    log(f"requeueing job {job}")
     code, text = run("scontrol", "requeue", job)  # it kills the job: all must be on disk by now
     if code == 0:
-        exclude(job, facts, left_out, used)
+        exclude(job, left_out, used)
         return True
     log(f"Slurm does not requeue job {job}: {text.strip() or 'no answer'}")
     return False if REFUSED.search(text) else None
 
 
-def exclude(job, facts, left_out, used):
+def exclude(job, left_out, used):
     """Set the nodes that Slurm excludes from this job, which is being requeued."""
-    earlier = expand(facts.get("ExcNodeList", "").replace("(null)", ""))
+    earlier = expand(slurm_job().get("ExcNodeList", "").replace("(null)", ""))
     names = [node for node in earlier if node not in used] + left_out
     if set(names) == set(earlier):
         return

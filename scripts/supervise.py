@@ -90,7 +90,7 @@ from processes import (
     ranks_of_torchrun,
 )
 from report import seconds, stop_signal, stopped_exit_code, whole_number
-from scheduler import ended_by, log, lost_nodes, requeue, run, slurm_id, times_of_job
+from scheduler import ended_by, is_ending, log, lost_nodes, requeue, run, slurm_id, times_of_job
 
 NEVER = float("inf")
 MANY = 10**9
@@ -215,7 +215,6 @@ class Supervisor:
         self.directory = (logs / f"supervise_{self.job}").resolve()
         self.files = None  # the directory of FILES
         self.run_dir = None  # reported by the training
-        self.child = None  # the process of COMMAND
         self.requests = StopRequests()
         self.earlier = []  # attempts of this process
 
@@ -290,6 +289,8 @@ class Supervisor:
 
     def requeue(self, attempt, decision):
         """Try until Slurm answers, or the job ends. Returns whether Slurm will start it again."""
+        if is_ending():
+            return False
         self.record(attempt, decision)  # a requeue ends this process
         for _ in range(REQUEUE_TRIES):
             answer = requeue([*self.excluded, *decision.suspects], self.given)
@@ -426,7 +427,7 @@ class Supervisor:
         if self.requests.until_now():  # do not start it
             return -signal.SIGTERM
         try:
-            self.child = subprocess.Popen(
+            child = subprocess.Popen(
                 self.command_on_nodes(), env=env, start_new_session=True, preexec_fn=die_with_parent
             )
         except OSError as error:
@@ -439,12 +440,12 @@ class Supervisor:
         while code is None or (code < 0 and self.requests.obeyed_at and descendants()):
             time.sleep(0.2)
             if not self.requests.obeyed_at:
-                self.stop_if_requested(files["STOP_FILE"])
+                self.stop_if_requested(child, files["STOP_FILE"])
             elif self.requests.pressed_again or time.time() > self.requests.kill_time():
-                os.killpg(self.child.pid, signal.SIGINT)  # it makes our launchers kill all
+                os.killpg(child.pid, signal.SIGINT)  # it makes our launchers kill all
                 code = -signal.SIGKILL
                 break
-            code = self.child.poll()
+            code = child.poll()
         has_ended.set()
         end_of_others(code)
         waiting.join(ASK_SECONDS)
@@ -464,18 +465,18 @@ class Supervisor:
                 return
             seconds = min(2 * seconds, ASK_SECONDS)
 
-    def stop_if_requested(self, file):
+    def stop_if_requested(self, child, file):
         """Ask the training to stop. The ranks come first; the rest may wait for a disk."""
         if not self.requests.until_now():
             return
         self.requests.obeyed_at = time.time()
         if self.passes_stop:  # srun forwards it; see run_torchrun.py and guard.py
-            self.child.send_signal(signal.SIGUSR2)
+            child.send_signal(signal.SIGUSR2)
         else:
-            signal_training(self.child.pid)
+            signal_training(child.pid)
         in_background(file.touch)
         by = ", ".join(self.requests.made)
-        log(f"{by}: saving and stopping; press Ctrl-C again to kill the training")
+        log(f"{by}: the training is asked to save and stop; press Ctrl-C again to kill it")
 
     # ----------------------------------------------------------------------- the attempt log
 

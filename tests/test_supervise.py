@@ -15,14 +15,7 @@ from contextlib import suppress
 
 import pytest
 import scheduler
-from harness import (
-    OLD_PYTHONS,
-    REPO,
-    load,
-    processes_with,
-    wait_until,
-    write_program,
-)
+from harness import OLD_PYTHONS, REPO, load, processes_with, wait_until, write_program
 from policy import END, Attempt, Decision, Report
 
 SUPERVISE = REPO / "scripts" / "supervise.py"
@@ -256,7 +249,7 @@ def test_what_does_not_stop_is_killed_by_a_second_ctrl_c_or_after_stop_seconds(
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     if again:
-        assert "saving and stopping" in process.stdout.readline()
+        assert "to save and stop" in process.stdout.readline()
         time.sleep(1.1)  # an impatient second one within a second does not count
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
@@ -556,22 +549,29 @@ def test_the_time_for_a_save_is_kept_before_each_limit_and_for_the_requeue(super
 
 
 @pytest.mark.parametrize(
-    ("program", "answer"),
+    ("program", "answer", "lines"),
     [
-        ("[ $1 = show ] && exit 1; exit 0", True),
-        ("exit 1", None),
-        ("[ $1 = show ] && echo JobState=RUNNING && exit; exit 1", None),
-        ("echo operation is presently disabled >&2; exit 1", False),
-        ("echo JobState=CANCELLED", False),
+        ("[ $1 = show ] && exit 1; exit 0", True, 1),
+        ("exit 1", None, 1),
+        ("[ $1 = show ] && echo JobState=RUNNING && exit; exit 1", None, 1),
+        ("echo operation is presently disabled >&2; exit 1", False, 1),
+        ("echo JobState=CANCELLED", False, 0),
+        ("echo JobState=PREEMPTED", False, 0),
+        ("echo JobState=COMPLETING Reason=TimeLimit", True, 1),
     ],
 )
-def test_a_slurm_that_does_not_answer_does_not_count_as_requeued(
-    monkeypatch, tmp_path, program, answer
+def test_a_job_counts_as_requeued_if_slurm_says_so_and_a_job_that_it_ends_gets_no_line_for_it(
+    supervisor, monkeypatch, tmp_path, program, answer, lines
 ):
+    module, us = supervisor
+    us.directory.mkdir(parents=True)
+    monkeypatch.setattr(module, "REQUEUE_TRIES", 1)
+    monkeypatch.setattr(module, "REQUEUE_SECONDS", 0)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", str(tmp_path))
     write_program(tmp_path / "scontrol", program)
-    assert scheduler.requeue([], []) == answer
+    assert us.requeue(Attempt([], 1), DECISION) == answer
+    assert len(us.log_records()) == lines
 
 
 def test_one_question_finds_the_nodes_that_cannot_start_the_program(monkeypatch, tmp_path):

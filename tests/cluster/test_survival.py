@@ -132,7 +132,7 @@ def test_a_job_asked_to_stop_is_requeued_loses_no_step_and_ends_the_same(
     ask(job)
     stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status())
     assert job.end() == "COMPLETED", job.output()
-    first, last = job.attempts()[0], job.attempts()[-1]
+    first, last = job.attempts()
     assert (first["cause"], first["recomputed"]) == ("stopped", 0)
     assert last["start_step"] == stopped["global_step"]
     assert job.facts()["Restarts"] == "1"
@@ -346,7 +346,7 @@ def test_a_preempted_job_saves_is_requeued_and_ends_the_same(
     preempt(job)
     stopped = job.wait(lambda: job.status().get("state") == "stopped" and job.status())
     assert job.end() == "COMPLETED", job.output()
-    first, last = job.attempts()[0], job.attempts()[-1]
+    first, last = job.attempts()
     assert (first["cause"], first["reason"], first["recomputed"]) == ("stopped", "SIGTERM", 0)
     assert last["start_step"] == stopped["global_step"]
     assert_same_end(job, untouched)
