@@ -11,7 +11,7 @@
 # srun+=(--container-image=/shared/pytorch.sqsh --container-mounts="$PWD,/data" --container-workdir="$PWD")
 # python=(python3)
 
-# ---- caches of compiled kernels: guard.py puts them on each node's own disk (TMPDIR or /tmp)
+# ---- caches of compiled kernels: PyTorch puts them on each node's own disk (TMPDIR or /tmp)
 # export TORCHINDUCTOR_CACHE_DIR="/scratch/$USER/torch_cache"    # kept between jobs, if TMPDIR is not
 
 # ---- network. NCCL detects NVLink and InfiniBand; set a variable only if a test shows that you must.

@@ -30,9 +30,9 @@ def main():
     dist.init_process_group()
     torch.manual_seed(0)  # the same weights on all ranks
     blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
-    model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 1)).to(device)
+    model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 1))
     for block in blocks:
-        fully_shard(block)  # its parameters are gathered just before they are used
+        fully_shard(block)  # its share moves to the GPU; all of it is gathered just before its use
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
