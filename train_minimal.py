@@ -2,7 +2,7 @@
 
     python train_minimal.py
     torchrun --standalone --nproc-per-node 4 train_minimal.py --amp bf16
-    TRAIN_SCRIPT=train_minimal.py sbatch --nodes=2 run_distributed.slurm --epochs 10
+    TRAIN_SCRIPT=train_minimal.py PROGRESS_FILE='runs/minimal/*.pt' sbatch run_distributed.slurm
 
 Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 to any rank, or a file $STOP_FILE, saves and stops. The same
 command resumes, on any number of GPUs: same samples, other dropout, weights equal up to rounding.
