@@ -105,17 +105,18 @@ def requeue(left_out, used):
     out any more may be used again.
     """
     job = slurm_id()
+    facts = slurm_job()
     code, text = run("scontrol", "requeue", job)  # it kills the job: all must be on disk by now
     if code == 0:
-        exclude(job, left_out, used)
+        exclude(job, facts, left_out, used)
         return True
     log(f"Slurm does not requeue job {job}: {text.strip() or 'no answer'}")
     return False if REFUSED.search(text) else None
 
 
-def exclude(job, left_out, used):
+def exclude(job, facts, left_out, used):
     """Set the nodes that Slurm excludes from this job, which is being requeued."""
-    earlier = expand(slurm_job().get("ExcNodeList", "").replace("(null)", ""))
+    earlier = expand(facts.get("ExcNodeList", "").replace("(null)", ""))
     names = [node for node in earlier if node not in used] + left_out
     if set(names) == set(earlier):
         return

@@ -288,14 +288,14 @@ class Supervisor:
             time.sleep(min(1, seconds))
 
     def requeue(self, attempt, decision):
-        """Try until Slurm answers, or the job ends. Returns whether Slurm will start it again."""
-        if is_ending():
-            return False
-        self.record(attempt, decision)  # a requeue ends this process
-        for _ in range(REQUEUE_TRIES):
+        """Try until Slurm answers. Returns whether it will start the job again."""
+        for number in range(REQUEUE_TRIES):
+            if is_ending():
+                return False
+            if number == 0:
+                self.record(attempt, decision)  # a requeue ends this process
             answer = requeue([*self.excluded, *decision.suspects], self.given)
-            is_over = "SIGINT" in self.requests.made or time.time() > self.requests.ends[END]
-            if answer is not None or is_over:
+            if answer is not None or "SIGINT" in self.requests.made:
                 break
             time.sleep(REQUEUE_SECONDS)
         return answer

@@ -32,7 +32,7 @@ def main():
     blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
     model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 1))
     for block in blocks:
-        fully_shard(block)  # its share moves to the GPU; all of it is gathered just before its use
+        fully_shard(block)  # it moves to the GPU, is divided, and is gathered just before its use
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 

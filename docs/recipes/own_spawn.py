@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def train(rank, ranks, steps):
-    port = 20000 + os.getppid() % 10000  # two runs on one host differ
+    port = 20000 + os.getppid() % 10000  # usually, two runs on one host differ
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     torch.manual_seed(rank)
