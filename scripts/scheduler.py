@@ -88,9 +88,11 @@ def lost_nodes(program, nodes):
     return lost if len(lost) < len(nodes) else []
 
 
-def is_ending():
-    """Whether Slurm is ending this job, or starts it again; not because its time is over."""
-    facts = slurm_job()
+def is_ending(facts):
+    """Whether Slurm is ending this job, or starts it again; not because its time is over.
+
+    facts: of slurm_job().
+    """
     state = facts.get("JobState", "RUNNING")
     if state == "RUNNING" or facts.get("Reason") == "TimeLimit":
         return False
@@ -98,14 +100,13 @@ def is_ending():
     return True
 
 
-def requeue(left_out, used):
+def requeue(facts, left_out, used):
     """Ask Slurm to start this job again, without the nodes of the first list.
 
-    Returns whether it will; None without an answer. used: nodes of the job; those that are not left
-    out any more may be used again.
+    Returns whether it will; None without an answer. facts: of slurm_job(). used: nodes of the job;
+    those that are not left out any more may be used again.
     """
     job = slurm_id()
-    facts = slurm_job()
     code, text = run("scontrol", "requeue", job)  # it kills the job: all must be on disk by now
     if code == 0:
         exclude(job, facts, left_out, used)

@@ -90,7 +90,17 @@ from processes import (
     ranks_of_torchrun,
 )
 from report import seconds, stop_signal, stopped_exit_code, whole_number
-from scheduler import ended_by, is_ending, log, lost_nodes, requeue, run, slurm_id, times_of_job
+from scheduler import (
+    ended_by,
+    is_ending,
+    log,
+    lost_nodes,
+    requeue,
+    run,
+    slurm_id,
+    slurm_job,
+    times_of_job,
+)
 
 NEVER = float("inf")
 MANY = 10**9
@@ -290,11 +300,12 @@ class Supervisor:
     def requeue(self, attempt, decision):
         """Try until Slurm answers. Returns whether it will start the job again."""
         for number in range(REQUEUE_TRIES):
-            if is_ending():
+            facts = slurm_job()
+            if is_ending(facts):
                 return False
             if number == 0:
                 self.record(attempt, decision)  # a requeue ends this process
-            answer = requeue([*self.excluded, *decision.suspects], self.given)
+            answer = requeue(facts, [*self.excluded, *decision.suspects], self.given)
             if answer is not None or "SIGINT" in self.requests.made:
                 break
             time.sleep(REQUEUE_SECONDS)

@@ -473,7 +473,6 @@ def test_a_requeued_job_knows_its_earlier_starts(supervisor, tmp_path):
 @pytest.mark.parametrize("answers", [[None, None, True], [None, False], [None] * 3])
 def test_a_requeue_is_tried_until_slurm_answers(supervisor, monkeypatch, answers):
     module, us = supervisor
-    monkeypatch.setattr(module, "REQUEUE_SECONDS", 0)
     monkeypatch.setattr(module, "REQUEUE_TRIES", 3)
     monkeypatch.setattr(module, "requeue", lambda *_: answers.pop(0))
     last = answers[-1]
@@ -556,6 +555,7 @@ CANCELLED_BETWEEN_TWO_TRIES = """[ $1 = show ] && [ -e $0.asked ] && echo JobSta
     [
         ("[ $1 = show ] && exit 1; exit 0", True, 1),
         ("exit 1", None, 1),
+        ("[ $1 = show ] && echo JobState=RUNNING && exit; exit 1", None, 1),
         ("echo operation is presently disabled >&2; exit 1", False, 1),
         ("echo JobState=CANCELLED", False, 0),
         (CANCELLED_BETWEEN_TWO_TRIES, False, 1),
@@ -568,7 +568,6 @@ def test_a_job_counts_as_requeued_if_slurm_says_so_and_a_job_that_it_ends_gets_n
     module, us = supervisor
     us.directory.mkdir(parents=True)
     monkeypatch.setattr(module, "REQUEUE_TRIES", 2)
-    monkeypatch.setattr(module, "REQUEUE_SECONDS", 0)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("PATH", str(tmp_path))
     write_program(tmp_path / "scontrol", program)
@@ -602,7 +601,7 @@ def test_cleared_nodes_are_used_again_and_those_of_the_user_are_not(monkeypatch,
       update*) echo "$3" >>"$0.updates" ;;
     esac"""
     write_program(tmp_path / "bin/scontrol", answers)
-    assert scheduler.requeue(["n2", "n3"], ["n1", "n2", "n3"]) is True
+    assert scheduler.requeue(scheduler.slurm_job(), ["n2", "n3"], ["n1", "n2", "n3"]) is True
     assert (tmp_path / "bin/scontrol.updates").read_text() == "ExcNodeList=n9,n2,n3\n"
 
 
@@ -648,6 +647,7 @@ def supervisor(monkeypatch, tmp_path):
     monkeypatch.setenv("LOG_DIR", str(tmp_path))
     monkeypatch.setattr(module, "descendants", list)  # the test process has children of its own
     monkeypatch.setattr(module, "kill_descendants", lambda: None)
+    monkeypatch.setattr(module, "REQUEUE_SECONDS", 0)
     us = module.Supervisor(["true"])
     us.files = tmp_path
     return module, us
